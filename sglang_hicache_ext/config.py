@@ -15,15 +15,36 @@ from typing import Any
 
 from sglang_hicache_ext.errors import ConfigError
 
-SGLANG_KEYS = frozenset({
-    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold",
-    "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
-    "file_storage_path", "allocator", "extra_backend_tag",
-})
+SGLANG_KEYS = frozenset(
+    {
+        "backend_name",
+        "module_path",
+        "class_name",
+        "interface_v1",
+        "tp_lcm_size",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "hicache_storage_pass_prefix_keys",
+        "file_storage_path",
+        "allocator",
+        "extra_backend_tag",
+    }
+)
 """Keys that SGLang reads from the same object (sglang 0.5.23 hybrid_cache_controller.py:377-438)."""
 
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-          "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -42,8 +63,15 @@ def parse_size(value: Any, key: str) -> int:
     return int(float(match.group(1)) * unit)
 
 
-def _opt(default: Any, doc: str, *, kind: str = "", allowed: tuple[str, ...] = (), low: float | None = None,
-         high: float | None = None) -> Any:
+def _opt(
+    default: Any,
+    doc: str,
+    *,
+    kind: str = "",
+    allowed: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
     """A config field: default, one line of documentation, and how its value is checked."""
     meta = {"doc": doc, "kind": kind, "allowed": allowed, "low": low, "high": high}
     if isinstance(default, (list, dict)):
@@ -55,29 +83,65 @@ def _opt(default: Any, doc: str, *, kind: str = "", allowed: tuple[str, ...] = (
 class HiCacheExtConfig:
     """Every option of the package. ``docs/configuration.md`` is generated from this class."""
 
-    path: tuple[str, ...] = _opt((), "Directory or list of directories (drives) of the NVMe store; made 0700 when missing.", kind="paths")
-    capacity: int = _opt(64 * GIB, "Bytes the store may use on disk, all directories and the index together.", kind="size")
-    engine: str = _opt("auto", "I/O engine; auto probes the real directory with a real page.",
-                       allowed=("auto", "io_uring", "posix", "kvikio", "aiofiles"))
-    durability: str = _opt("process", "process: a published page survives kill -9. device: also power loss (fdatasync before publish).",
-                           allowed=("process", "device"))
+    path: tuple[str, ...] = _opt(
+        (), "Directory or list of directories (drives) of the NVMe store; made 0700 when missing.", kind="paths"
+    )
+    capacity: int = _opt(
+        64 * GIB, "Bytes the store may use on disk, all directories and the index together.", kind="size"
+    )
+    engine: str = _opt(
+        "auto",
+        "I/O engine; auto probes the real directory with a real page.",
+        allowed=("auto", "io_uring", "posix", "kvikio", "aiofiles"),
+    )
+    durability: str = _opt(
+        "process",
+        "process: a published page survives kill -9. device: also power loss (fdatasync before publish).",
+        allowed=("process", "device"),
+    )
     segment: int = _opt(0, "Bytes of a segment file; 0 chooses from the capacity (16 MiB to 1 GiB).", kind="size")
     io_depth: int = _opt(32, "Operations in flight per I/O thread.", kind="int", low=1, high=4096)
-    read_deadline_s: float = _opt(10.0, "Seconds one read batch may take before its rest counts as late.", kind="seconds", low=0.001, high=3600)
-    write_deadline_s: float = _opt(30.0, "Seconds one write batch may take before its rest is given up.", kind="seconds", low=0.001, high=3600)
-    hold_s: float = _opt(60.0, "Seconds a page counted as a hit is held against reclaim.", kind="seconds", low=0, high=3600)
-    reinsert: bool = _opt(True, "Keep pages that were read since they were written when their segment is reclaimed.", kind="bool")
+    read_deadline_s: float = _opt(
+        10.0, "Seconds one read batch may take before its rest counts as late.", kind="seconds", low=0.001, high=3600
+    )
+    write_deadline_s: float = _opt(
+        30.0, "Seconds one write batch may take before its rest is given up.", kind="seconds", low=0.001, high=3600
+    )
+    hold_s: float = _opt(
+        60.0, "Seconds a page counted as a hit is held against reclaim.", kind="seconds", low=0, high=3600
+    )
+    reinsert: bool = _opt(
+        True, "Keep pages that were read since they were written when their segment is reclaimed.", kind="bool"
+    )
     namespace: str = _opt("", "Added to the fingerprint, to keep deployments apart; never replaces it.", kind="str")
-    register_host_pool: bool = _opt(True, "Register SGLang's host pool with the engine when the limits allow it.", kind="bool")
-    retry_failed_writes: int = _opt(4096, "Refused or failed page writes remembered so that holes are rewritten; 0 turns it off.", kind="int", low=0, high=1 << 20)
+    register_host_pool: bool = _opt(
+        True, "Register SGLang's host pool with the engine when the limits allow it.", kind="bool"
+    )
+    retry_failed_writes: int = _opt(
+        4096,
+        "Refused or failed page writes remembered so that holes are rewritten; 0 turns it off.",
+        kind="int",
+        low=0,
+        high=1 << 20,
+    )
 
-    pipeline: str = _opt("sglang", "extension: our prefetch pipeline serves KV pools inside SGLang. sglang: nothing of SGLang is touched.",
-                         allowed=("sglang", "extension"))
-    prefetch_policy: str = _opt("", "Overrides SGLang's policy when pipeline is extension; empty keeps it.",
-                                allowed=("", "best_effort", "timeout", "wait_complete", "deadline"))
-    wait_complete_cap_s: float = _opt(60.0, "Hard cap of wait_complete, so that it never hangs.", kind="seconds", low=0.001, high=86400)
+    pipeline: str = _opt(
+        "sglang",
+        "extension: our prefetch pipeline serves KV pools inside SGLang. sglang: nothing of SGLang is touched.",
+        allowed=("sglang", "extension"),
+    )
+    prefetch_policy: str = _opt(
+        "",
+        "Overrides SGLang's policy when pipeline is extension; empty keeps it.",
+        allowed=("", "best_effort", "timeout", "wait_complete", "deadline"),
+    )
+    wait_complete_cap_s: float = _opt(
+        60.0, "Hard cap of wait_complete, so that it never hangs.", kind="seconds", low=0.001, high=86400
+    )
     io_workers: int = _opt(2, "I/O worker threads of the extension pipeline.", kind="int", low=1, high=64)
-    prefill_tokens_per_s: float = _opt(0.0, "Prefill rate for the deadline policy; 0 measures it.", kind="number", low=0, high=1e9)
+    prefill_tokens_per_s: float = _opt(
+        0.0, "Prefill rate for the deadline policy; 0 measures it.", kind="number", low=0, high=1e9
+    )
 
     sglang: Mapping[str, Any] = _opt({}, "SGLang's own keys of the same object, as they came.", kind="internal")
 
@@ -107,9 +171,19 @@ def _check(key: str, value: Any, meta: Mapping[str, Any], where: str) -> Any:
         return parse_size(value, key)
     if kind == "paths":
         return _check_paths(key, value, where)
-    expected: dict[str, tuple[type, ...]] = {"int": (int,), "seconds": (int, float), "number": (int, float), "bool": (bool,), "str": (str,)}
+    expected: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "seconds": (int, float),
+        "number": (int, float),
+        "bool": (bool,),
+        "str": (str,),
+    }
     if not isinstance(value, expected[kind]) or (isinstance(value, bool) and kind != "bool"):
-        raise ConfigError(f"{key} is {value!r} ({type(value).__name__})", where, f"write a {kind}, without quotes" if kind != "str" else "write a text")
+        raise ConfigError(
+            f"{key} is {value!r} ({type(value).__name__})",
+            where,
+            f"write a {kind}, without quotes" if kind != "str" else "write a text",
+        )
     low, high = meta["low"], meta["high"]
     if low is not None and not low <= value <= high:
         raise ConfigError(f"{key} is {value!r}", where, f"write a value from {low} to {high}")

@@ -49,7 +49,9 @@ class StoreError(HiCacheExtError):
     is_transient: bool = False
 
     def __str__(self) -> str:
-        where = " ".join(p for p in (f"key={self.key}" if self.key else "", f"path={self.path}" if self.path else "") if p)
+        where = " ".join(
+            p for p in (f"key={self.key}" if self.key else "", f"path={self.path}" if self.path else "") if p
+        )
         kind = "transient" if self.is_transient else "permanent"
         return f"{self.operation}: {self.detail} [errno={self.errno} {kind}{' ' + where if where else ''}]"
 

@@ -11,28 +11,28 @@ class Outcome(StrEnum):
     """Why a queried page was, or was not, served from L3."""
 
     LOADED = "loaded"
-    ABSENT = "absent"                    # never stored, or forgotten beyond the eviction history
-    EVICTED = "evicted"                  # stored once, reclaimed (within the bounded history)
-    HOLE = "hole"                        # present, but an earlier page of the chain is not
-    MISMATCH = "mismatch"                # stored under another fingerprint (the detail names the field)
-    CORRUPT = "corrupt"                  # bytes did not prove themselves; the page was removed
+    ABSENT = "absent"  # never stored, or forgotten beyond the eviction history
+    EVICTED = "evicted"  # stored once, reclaimed (within the bounded history)
+    HOLE = "hole"  # present, but an earlier page of the chain is not
+    MISMATCH = "mismatch"  # stored under another fingerprint (the detail names the field)
+    CORRUPT = "corrupt"  # bytes did not prove themselves; the page was removed
     BELOW_THRESHOLD = "below_threshold"  # hit shorter than the prefetch threshold
     RATE_LIMITED = "rate_limited"
     NO_HOST_PAGES = "no_host_pages"
-    LATE = "late"                        # not there when the policy or the deadline ended the wait
-    READ_ERROR = "read_error"            # the device said no; the page stays
-    ABORTED = "aborted"                  # the request went away
-    POLICY_STOP = "policy_stop"          # the policy chose to recompute
+    LATE = "late"  # not there when the policy or the deadline ended the wait
+    READ_ERROR = "read_error"  # the device said no; the page stays
+    ABORTED = "aborted"  # the request went away
+    POLICY_STOP = "policy_stop"  # the policy chose to recompute
 
 
 class WriteOutcome(StrEnum):
     """What became of a page handed to a store."""
 
     STORED = "stored"
-    PRESENT = "present"                  # already there, proven by the index; nothing was written
-    FULL = "full"                        # refused: capacity, nothing reclaimable now
+    PRESENT = "present"  # already there, proven by the index; nothing was written
+    FULL = "full"  # refused: capacity, nothing reclaimable now
     WRITE_ERROR = "write_error"
-    LATE = "late"                        # not complete at the deadline; never published
+    LATE = "late"  # not complete at the deadline; never published
     CLOSED = "closed"
 
     @property

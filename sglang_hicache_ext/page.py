@@ -118,10 +118,14 @@ class Regions:
 def regions_of_array(array: NDArray[Any], region_sizes: tuple[int, ...] | None = None) -> Regions:
     """Regions over a contiguous [pages, page_bytes] uint8 array; each page cut into ``region_sizes``."""
     if array.dtype != np.uint8 or array.ndim != 2 or not array.flags.c_contiguous:
-        raise ConfigError(f"need a contiguous [pages, bytes] uint8 array, got {array.dtype}{array.shape}", "regions_of_array")
+        raise ConfigError(
+            f"need a contiguous [pages, bytes] uint8 array, got {array.dtype}{array.shape}", "regions_of_array"
+        )
     sizes = np.asarray(region_sizes or (array.shape[1],), np.int64)
     if int(sizes.sum()) != array.shape[1]:
-        raise ConfigError(f"region sizes sum to {int(sizes.sum())}, page has {array.shape[1]} bytes", "regions_of_array")
+        raise ConfigError(
+            f"region sizes sum to {int(sizes.sum())}, page has {array.shape[1]} bytes", "regions_of_array"
+        )
     starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.uint64)
     base = np.uint64(array.ctypes.data) + np.arange(len(array), dtype=np.uint64) * np.uint64(array.shape[1])
     return Regions(base[:, None] + starts[None, :], sizes, array)

@@ -104,11 +104,15 @@ class PageStore(Protocol):
         """Count the leading keys present; hold those pages against reclaim for ``hold_s`` seconds."""
         ...
 
-    def read(self, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None = None) -> ReadResult:
+    def read(
+        self, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None = None
+    ) -> ReadResult:
         """Read pages into ``regions`` (row i for key i), each verified before it counts as LOADED."""
         ...
 
-    def write(self, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None = None) -> WriteResult:
+    def write(
+        self, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None = None
+    ) -> WriteResult:
         """Write pages; a page is found by others only after its bytes are in place."""
         ...
 
