@@ -187,7 +187,7 @@ def _check(key: str, value: Any, meta: Mapping[str, Any], where: str) -> Any:
     low, high = meta["low"], meta["high"]
     if low is not None and not low <= value <= high:
         raise ConfigError(f"{key} is {value!r}", where, f"write a value from {low} to {high}")
-    return float(value) if kind in ("seconds", "number") else value
+    return float(value) if kind in ("seconds", "number") and isinstance(value, (int, float)) else value
 
 
 def _check_paths(key: str, value: Any, where: str) -> tuple[str, ...]:
