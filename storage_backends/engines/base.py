@@ -5,6 +5,7 @@ Engines know nothing of pages, keys or checksums. The store plans, the engine mo
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ OnOps = Callable[[NDArray[np.int64]], None]
 
 PENDING = -(1 << 62)
 """Result of an operation that was still in flight at the deadline."""
+
+TIMED_OUT = -errno.ETIMEDOUT
+"""Result of an operation that the deadline stopped before it began or after it was cancelled: no byte of it moves."""
 
 
 @dataclass(frozen=True, slots=True)
