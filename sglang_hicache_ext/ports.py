@@ -158,6 +158,13 @@ class HostPool(Protocol):
 
     def free(self, pages: NDArray[np.int64]) -> None: ...
 
+    def reclaim(self, pages: int, unused_since: float) -> int:
+        """Free up to ``pages`` pages of the host tree that nobody used since ``unused_since`` (Clock seconds).
+
+        Only such pages are colder than what a prefetch brings. Returns how many became free; 0 is always legal.
+        """
+        ...
+
     def regions(self, pages: NDArray[np.int64]) -> Regions: ...
 
 
@@ -176,6 +183,10 @@ class RankSync(Protocol):
 
     def max(self, value: int) -> int: ...
 
+    def min_many(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Element-wise minimum of a [n] int64 vector; n is the same on every rank. Returns a new array."""
+        ...
+
 
 class NoRankSync:
     """A group of one."""
@@ -185,6 +196,9 @@ class NoRankSync:
 
     def max(self, value: int) -> int:
         return value
+
+    def min_many(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        return values.copy()
 
 
 class Clock(Protocol):
