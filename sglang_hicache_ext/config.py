@@ -143,6 +143,69 @@ class HiCacheExtConfig:
         0.0, "Prefill rate for the deadline policy; 0 measures it.", kind="number", low=0, high=1e9
     )
 
+    master: str = _opt(
+        "",
+        "Mooncake master of the remote tier: host:port, or etcd://host:port;host:port with several masters.",
+        kind="str",
+    )
+    metadata: str = _opt("P2PHANDSHAKE", "Mooncake's metadata server; peer to peer by default.", kind="str")
+    transport: str = _opt(
+        "auto",
+        "auto: rdma where a port is active, tcp elsewhere. rdma fails at start without one. One choice per cluster.",
+        allowed=("auto", "rdma", "tcp"),
+    )
+    rdma_devices: str = _opt("", "RDMA devices for Mooncake, comma separated; empty lets it choose.", kind="str")
+    remote_host: str = _opt("", "Own address as peers reach it; empty takes the one that routes to master.", kind="str")
+    remote_deadline_s: float = _opt(
+        2.0, "Seconds one remote transfer may take; its lane is then quarantined.", kind="seconds", low=0.01, high=600
+    )
+    staging: int = _opt(256 * MIB, "Bytes of the private staging ring of a process.", kind="size")
+    remote_lanes: int = _opt(
+        4, "Remote transfers at once; the staging ring is shared out to them.", kind="int", low=2, high=64
+    )
+    remote_copy_threads: int = _opt(
+        0, "Threads that verify and copy pages out of the ring; 0 chooses by the cores.", kind="int", low=0, high=64
+    )
+    remote_replicas: int = _opt(1, "Copies of each page in the remote pool.", kind="int", low=1, high=16)
+    remote_zero_copy: bool = _opt(
+        False,
+        "Let Mooncake write straight into host pages. A late transfer then keeps host pages out of use; see docs/remote.md.",
+        kind="bool",
+    )
+    remote_log: str = _opt("", "File for Mooncake's own log lines; empty drops them.", kind="str")
+    tenant: str = _opt("default", "Name of the tenant; its secret names its pages.", kind="str")
+    tenant_secret_file: str = _opt(
+        "", "File whose bytes are the tenant's secret; empty means none: anyone can name the pages.", kind="str"
+    )
+    on_unavailable: str = _opt(
+        "fail",
+        "When the remote tier cannot be reached at start. fail: refuse to start. degrade: start without it, keep trying.",
+        allowed=("fail", "degrade"),
+    )
+    remote_write_policy: str = _opt(
+        "all",
+        "Which pages a tiered store sends on to the remote tier. hot: pages that were read again.",
+        allowed=("all", "hot", "none"),
+    )
+    remote_queue_pages: int = _opt(
+        8192,
+        "Pages waiting to be sent to the remote tier or kept on NVMe; more are dropped.",
+        kind="int",
+        low=1,
+        high=1 << 20,
+    )
+    near_admission: str = _opt(
+        "second",
+        "Which remote pages a tiered store keeps on NVMe. second: while there is room, then from their second read on.",
+        allowed=("all", "second", "none"),
+    )
+    arbiter: str = _opt(
+        "", "Name of the shared-memory arbiter of the NIC or drive, for example mlx5_0; empty uses none.", kind="str"
+    )
+    arbiter_rate: int = _opt(
+        0, "Bytes per second that prefetch and backup may use together; 0 only orders them.", kind="size"
+    )
+
     sglang: Mapping[str, Any] = _opt({}, "SGLang's own keys of the same object, as they came.", kind="internal")
 
     @classmethod
