@@ -31,7 +31,7 @@ _PAGE_MAGIC = b"HXp1"
 # One view over the whole user address space: cutting a page's piece out of it costs 0.1 us, a ctypes array per
 # piece 0.8 us and a new type per size. Nothing is touched until a slice of it is read.
 _LOW = 4096
-_SPACE = memoryview((ctypes.c_char * ((1 << 47) - _LOW)).from_address(_LOW)).cast("B")
+_SPACE = memoryview((ctypes.c_char * ((1 << 62) - _LOW)).from_address(_LOW)).cast("B")
 
 
 def memory_at(addr: int, nbytes: int) -> memoryview:
