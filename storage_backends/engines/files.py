@@ -76,6 +76,12 @@ class FileTable:
             self._opened_direct = direct or self._opened_direct
         return file
 
+    def slot(self, handle: int) -> int:
+        """Registered slot of an open file, -1 without one."""
+        with self._lock:
+            file = self._files.get(handle)
+        return file.slot if file is not None else -1
+
     def close(self, handle: int) -> None:
         """Forget ``handle``; its descriptor closes when no batch uses it. Unknown handles are ignored."""
         with self._lock:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,6 +41,38 @@ def preadv(fd: int, iov: NDArray[np.uint64], offset: int) -> int:
 def pwritev(fd: int, iov: NDArray[np.uint64], offset: int) -> int:
     """Write the first IOV_MAX rows of ``iov``, [pieces, 2] (address, bytes). Bytes moved or -errno."""
     return _vectored(_pwritev, fd, iov, offset)
+
+
+_syscall = _libc.syscall
+_syscall.argtypes = (ctypes.c_long,) * 7
+_syscall.restype = ctypes.c_long
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_mmap.restype = ctypes.c_void_p
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+Syscall = Callable[[int, int, int, int, int, int, int], int]
+"""(number, six arguments) -> result or -errno."""
+
+
+def syscall(number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
+    """Call the kernel. Result or -errno."""
+    result = int(_syscall(number, a, b, c, d, e, f))
+    return result if result >= 0 else -ctypes.get_errno()
+
+
+def map_shared(fd: int, nbytes: int, offset: int) -> int:
+    """mmap read-write, shared, populated; unlike Python's mmap it holds no descriptor. Address. Raises OSError."""
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000)
+    addr = _mmap(None, nbytes, protection, flags, fd, offset)
+    if addr is None or addr == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return int(addr)
+
+
+def unmap(addr: int, nbytes: int) -> None:
+    _munmap(addr, nbytes)
 
 
 def dio_alignment(path: str) -> tuple[int, int] | None:

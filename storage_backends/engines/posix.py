@@ -189,7 +189,7 @@ class _Job:
         starts = self._plan.iov_start
         iov = self._plan.iov[starts[begin] : starts[end]]
         nbytes = int(self._bytes[begin:end].sum())
-        return transfer(self._call, file.fd, iov, int(self._plan.offsets[begin]), nbytes, file.direct, self._is_write)
+        return transfer(self._call, file, iov, int(self._plan.offsets[begin]), nbytes, self._is_write)
 
 
 def sync_within(file: OpenFile, timeout_s: float, files: FileTable) -> None:

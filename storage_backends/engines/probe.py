@@ -13,6 +13,10 @@ def open_engine(
     name: str, directory: str, *, depth: int = 32, page_bytes: int = 256 << 10, direct: bool = True, **options: Any
 ) -> IoEngine:
     """Open the engine ``name``, proven on ``directory``. Raises CapabilityError when it does not work there."""
+    if name == "io_uring":
+        from sglang_hicache_ext.storage_backends.engines.io_uring import IoUringEngine
+
+        return IoUringEngine(depth=depth, direct=direct)
     if name not in ("auto", "posix"):
         raise CapabilityError(f"engine {name!r} is not known", "engine", "write one of: auto, posix")
     return PosixEngine(direct=direct)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_hicache_ext.storage_backends.engines.files import FILE_ALIGN
+from sglang_hicache_ext.storage_backends.engines.files import FILE_ALIGN, OpenFile
 from sglang_hicache_ext.storage_backends.engines.plans import rest_of
 
 VectoredCall = Callable[[int, NDArray[np.uint64], int], int]
@@ -41,29 +41,54 @@ def resume_at(fd: int, direct: bool, offset: int, done: int) -> int:
     return max(0, (offset + done) // FILE_ALIGN * FILE_ALIGN - offset)
 
 
+class Progress:
+    """What one operation has moved so far, and whether it is over.
+
+    Attributes:
+        done: bytes from the start of the operation that count as moved; the next call starts there.
+        result: bytes moved or -errno, valid once ``step`` said that the operation is over.
+    """
+
+    __slots__ = ("_best", "_file", "_is_write", "_nbytes", "_offset", "_stalls", "done", "result")
+
+    def __init__(self, file: OpenFile, offset: int, nbytes: int, is_write: bool) -> None:
+        self._file, self._offset, self._nbytes, self._is_write = file, offset, nbytes, is_write
+        self.done = self.result = self._best = self._stalls = 0
+
+    def step(self, moved: int) -> bool:
+        """Take the result of one call at ``done``; True when the operation is over."""
+        if moved in _AGAIN:
+            return self._stall(moved)
+        if moved < 0:
+            return self._end(moved)
+        self.done += moved
+        if self.done >= self._nbytes:
+            return self._end(self.done)
+        resumed = -1 if moved == 0 else resume_at(self._file.fd, self._file.direct, self._offset, self.done)
+        if resumed < 0:
+            return self._end(-errno.EIO if self._is_write else self.done)
+        self.done = resumed
+        if self.done <= self._best:
+            return self._stall(-errno.EIO)
+        self._best, self._stalls = self.done, 0
+        return False
+
+    def _stall(self, error: int) -> bool:
+        self._stalls += 1
+        return self._stalls > MAX_STALLS and self._end(error)
+
+    def _end(self, result: int) -> bool:
+        self.result = result
+        return True
+
+
 def transfer(
-    call: VectoredCall, fd: int, iov: NDArray[np.uint64], offset: int, nbytes: int, direct: bool, is_write: bool
+    call: VectoredCall, file: OpenFile, iov: NDArray[np.uint64], offset: int, nbytes: int, is_write: bool
 ) -> int:
     """Move ``nbytes`` between the extent at ``offset`` and ``iov``. Bytes moved (less at end of file) or -errno."""
-    done = stalls = 0
-    best = 0
-    while done < nbytes:
-        moved = call(fd, rest_of(iov, done) if done else iov, offset + done)
-        if moved in _AGAIN and stalls < MAX_STALLS:
-            stalls += 1
-            continue
-        if moved < 0:
-            return moved
-        if moved == 0:
-            return -errno.EIO if is_write else done
-        done += moved
-        stalls = 0 if done > best else stalls + 1
-        best = max(best, done)
-        if stalls >= MAX_STALLS:
-            return -errno.EIO
-        if done < nbytes:
-            resumed = resume_at(fd, direct, offset, done)
-            if resumed < 0:
-                return -errno.EIO if is_write else done
-            done = resumed
-    return done
+    progress = Progress(file, offset, nbytes, is_write)
+    while nbytes and not progress.step(
+        call(file.fd, rest_of(iov, progress.done) if progress.done else iov, offset + progress.done)
+    ):
+        pass
+    return progress.result
