@@ -1,0 +1,253 @@
+"""Cold start, shown: a real SGLang engine on one storage directory, started afresh for every run.
+
+    recompute   no storage: every prompt is computed
+    write       our store, empty: computed again, and written behind
+    read        a new process, GPU and host caches empty: every prefix comes from storage
+    corrupt     bytes flipped on disk before the start: every hit turns into a counted miss
+
+It fails unless the tokens of all runs are identical, every prefix of `read` came from storage and every page that
+`corrupt` touched was counted as corrupt. The model is random and runs on the CPU: the times show that the effect is
+there, not how large it is on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+KIT = ROOT / "tests" / "sglang_cpu"
+PAGE_TOKENS = 64
+RUNS = ("recompute", "write", "read", "corrupt")
+
+
+class ColdStartError(Exception):
+    """Something that must hold does not."""
+
+
+def environment() -> dict[str, str]:
+    """The environment of an engine process: our CPU kit in front, one thread per core and no busy waiting."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(KIT / "site"),
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "hicache_ext_models_llama",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def engine_arguments(options: argparse.Namespace, work: Path, run: str) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model_path": str(work / "model"),
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "dtype": "bfloat16",
+        "page_size": PAGE_TOKENS,
+        "max_total_tokens": 8192,
+        "context_length": 4096,
+        "chunked_prefill_size": 8192,
+        "max_running_requests": 2,
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "skip_server_warmup": True,
+        "log_level": "warning",
+        "enable_cache_report": True,
+    }
+    if run == "recompute":
+        return arguments
+    return arguments | {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 2.0,
+        "hicache_mem_layout": options.layout,
+        "hicache_io_backend": "kernel" if options.layout == "page_first" else "direct",
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend": "nvme",
+        "hicache_storage_backend_extra_config": json.dumps(
+            {
+                "path": str(work / "store"),
+                "capacity": options.capacity,
+                "engine": options.engine,
+                "prefetch_threshold": 256,
+            }
+        ),
+    }
+
+
+def run_engine(options: argparse.Namespace, work: Path, run: str) -> dict[str, Any]:
+    """Start one engine, show its progress, return what it said."""
+    pages = (options.tokens // PAGE_TOKENS) * options.prompts if run == "write" else 0
+    job = {
+        "engine": engine_arguments(options, work, run),
+        "prompts": options.prompts,
+        "tokens": options.tokens,
+        "new_tokens": options.new_tokens,
+        "expect_written_pages": pages,
+    }
+    result: dict[str, Any] = {"answers": []}
+    log = work / f"{run}.log"
+    for line in _lines(job, log, options.limit_s):
+        if "answer" in line:
+            result["answers"].append(line["answer"])
+            print(
+                f"  {run}: prompt {len(result['answers'])}/{options.prompts}, TTFT {line['answer']['ttft_s']:.2f} s",
+                flush=True,
+            )
+        elif "up" in line:
+            print(f"  {run}: engine up after {line['up']} s", flush=True)
+        result.update({k: v for k, v in line.items() if k != "answer"})
+    if "done" not in result or len(result["answers"]) != options.prompts:
+        raise ColdStartError(
+            f"run {run!r} ended early; the end of {log}:\n" + "\n".join(log.read_text().splitlines()[-25:])
+        )
+    return result
+
+
+def _lines(job: dict[str, Any], log: Path, limit_s: float) -> Iterator[dict[str, Any]]:
+    command = [sys.executable, str(Path(__file__).with_name("cold_start_engine.py")), json.dumps(job)]
+    with open(log, "w") as log_file:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_file, text=True, env=environment())
+        assert child.stdout is not None
+        try:
+            deadline = time.monotonic() + limit_s
+            for text in child.stdout:
+                if text.startswith("HCX "):
+                    yield json.loads(text[4:])
+                else:
+                    log_file.write(text)
+                if time.monotonic() > deadline:
+                    raise ColdStartError(f"an engine run took more than {limit_s:.0f} s; see {log}")
+            child.wait(timeout=60)
+        finally:
+            child.kill()
+            child.wait()
+
+
+def flip_bytes(store: Path) -> int:
+    """Flip one byte in every 64 KiB of every segment; returns how many."""
+    flipped = 0
+    for segment in sorted(store.rglob("*.seg")):
+        with open(segment, "r+b") as f:
+            for offset in range(32 << 10, segment.stat().st_size, 64 << 10):
+                f.seek(offset)
+                byte = f.read(1)
+                f.seek(offset)
+                f.write(bytes([byte[0] ^ 0xFF]))
+                flipped += 1
+            os.fsync(f.fileno())
+    return flipped
+
+
+def check(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    """Everything that must hold. Raises ColdStartError with the first that does not."""
+    reference = [a["out"] for a in results["recompute"]["answers"]]
+    for run in RUNS[1:]:
+        if [a["out"] for a in results[run]["answers"]] != reference:
+            raise ColdStartError(f"tokens of run {run!r} differ from recompute")
+    whole = ((options.tokens - 1) // PAGE_TOKENS) * PAGE_TOKENS
+    for run, expected in (("write", 0), ("read", whole), ("corrupt", 0)):
+        got = [a["from"].get("storage", 0) for a in results[run]["answers"]]
+        if got != [expected] * options.prompts:
+            raise ColdStartError(f"run {run!r} took {got} tokens a prompt from storage, expected {expected}")
+    corrupt = results["corrupt"]["state"]["read_outcomes"].get("corrupt", 0)
+    if corrupt < options.prompts:
+        raise ColdStartError(f"only {corrupt} pages counted as corrupt")
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    head = f"{'run':<10} {'TTFT s':>8} {'cold':>6} {'pages written':>14} {'pages read':>11} {'MB written':>11} {'MB read':>8} {'GB/s':>6} {'corrupt':>8}"
+    rows = [head, "-" * len(head)]
+    for run in RUNS:
+        state = results[run].get("state") or {}
+        moved = state.get("moved", {})
+        ttft = [a["ttft_s"] for a in results[run]["answers"]]
+        share = sum(a["from"].get("storage", 0) for a in results[run]["answers"]) / sum(
+            a["prompt_tokens"] for a in results[run]["answers"]
+        )
+        seconds = moved.get("read_seconds", 0.0)
+        rate = f"{moved['read_bytes'] / seconds / 1e9:.2f}" if seconds else "-"
+        rows.append(
+            f"{run:<10} {sum(ttft) / len(ttft):>8.2f} {share:>6.0%} {int(moved.get('write_pages', 0)):>14} "
+            f"{int(moved.get('read_pages', 0)):>11} {moved.get('write_bytes', 0) / 1e6:>11.1f} {moved.get('read_bytes', 0) / 1e6:>8.1f} "
+            f"{rate:>6} {state.get('read_outcomes', {}).get('corrupt', 0):>8}"
+        )
+    return "\n".join(rows)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", help="work directory; a temporary one, removed afterwards, by default")
+    parser.add_argument(
+        "--layout", default="page_first_direct", choices=("layer_first", "page_first", "page_first_direct")
+    )
+    parser.add_argument("--engine", default="auto", help="I/O engine of the store")
+    parser.add_argument("--capacity", default="2GiB", help="capacity of the store")
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=1600, help="tokens a prompt")
+    parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--limit-s", type=float, default=240, help="longest time one engine may take")
+    parser.add_argument("--smoke", action="store_true", help="a small model and short prompts, for CI")
+    parser.add_argument("--json", help="write all results to this file")
+    options = parser.parse_args()
+    if options.smoke:
+        options.prompts, options.tokens = min(options.prompts, 2), min(options.tokens, 520)
+    return options
+
+
+def demonstrate(options: argparse.Namespace, work: Path) -> dict[str, dict[str, Any]]:
+    sys.path[:0] = [str(KIT)]
+    from models import write_model
+
+    kind = "tiny" if options.smoke else "big"
+    print(f"writing a random {'4-layer' if options.smoke else '12-layer, hidden 1024'} model", flush=True)
+    write_model(kind, str(work / "model"))
+    results: dict[str, dict[str, Any]] = {}
+    for number, run in enumerate(RUNS, 1):
+        if run == "corrupt":
+            print(f"  flipped {flip_bytes(work / 'store')} bytes on disk", flush=True)
+        print(f"run {number}/{len(RUNS)}: {run}", flush=True)
+        results[run] = run_engine(options, work, run)
+    return results
+
+
+def main() -> int:
+    options = parse_options()
+    work = Path(options.dir or tempfile.mkdtemp(prefix="hicache-cold-start-"))
+    work.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    try:
+        results = demonstrate(options, work)
+        check(results, options)
+    except ColdStartError as error:
+        print(f"\nFAILED: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if not options.dir:
+            shutil.rmtree(work, ignore_errors=True)
+    store = results["read"]["state"]["store"]
+    print(f"\n{table(results)}\n")
+    print(
+        f"{options.prompts} prompts of {options.tokens} tokens, pages of {PAGE_TOKENS} tokens, layout {options.layout}, {platform.machine()} CPU"
+    )
+    print(f"store: {json.dumps(store)}")
+    print(
+        f"PASS: same tokens in all runs, every prefix of 'read' from storage, corruption counted ({time.monotonic() - started:.0f} s)"
+    )
+    if options.json:
+        Path(options.json).write_text(json.dumps({"options": vars(options), "runs": results}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
