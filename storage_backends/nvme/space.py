@@ -1,0 +1,166 @@
+"""Where new pages go: one open segment a directory, extents handed out of it, and making room when there is none."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_hicache_ext.metrics import Metrics
+from sglang_hicache_ext.ports import Drain
+from sglang_hicache_ext.storage_backends.nvme.layout import Layout
+from sglang_hicache_ext.storage_backends.nvme.segments import OpenSegment, SegmentFiles
+
+
+@dataclass(slots=True)
+class Extent:
+    """Space for one batch: its table and then its pages."""
+
+    owner: OpenSegment
+    directory: int
+    offset: int
+    nbytes: int
+    rows: NDArray[np.int64]
+    drain: Drain | None = None
+
+
+@dataclass(slots=True)
+class _Directory:
+    lock: Any = field(default_factory=threading.RLock)
+    current: OpenSegment | None = None
+    draining: list[tuple[Drain, Extent]] = field(default_factory=list)
+
+
+class Space:
+    """Hands out extents. Thread-safe: one lock a directory.
+
+    A segment is sealed when it is full and the last of its extents is finished; an extent whose I/O outlived its
+    call is finished when its drain is done, so its bytes are never reused under the device's hands.
+    """
+
+    def __init__(
+        self, layout: Layout, files: SegmentFiles, metrics: Metrics, reclaim: Callable[[int, bool], bool]
+    ) -> None:
+        """``reclaim(directory, may_reinsert)`` frees one segment, False when none can be."""
+        self._layout, self._files, self._metrics, self._reclaim = layout, files, metrics, reclaim
+        self._directories = [_Directory() for _ in layout.roots]
+        self._turn = 0
+        self._turn_lock = threading.Lock()
+
+    @property
+    def directories(self) -> int:
+        return len(self._directories)
+
+    def next_directory(self) -> int:
+        with self._turn_lock:
+            self._turn = (self._turn + 1) % len(self._directories)
+            return self._turn
+
+    def take(self, directory: int, rows: NDArray[np.int64], stride: int) -> list[Extent]:
+        """Extents for ``rows`` in ``directory``; fewer rows than asked when the store is full."""
+        out: list[Extent] = []
+        place = self._directories[directory]
+        with place.lock:
+            while len(rows):
+                if place.current is not None and (pages := min(len(rows), place.current.fits(stride))):
+                    offset, nbytes = place.current.take(pages, stride)
+                    out.append(Extent(place.current, directory, offset, nbytes, rows[:pages]))
+                    rows = rows[pages:]
+                elif not self._rotate(directory, place):
+                    break
+        return out
+
+    def take_rest(self, directory: int, rows: NDArray[np.int64], stride: int) -> list[Extent]:
+        """As ``take``, only out of what the open segment has left."""
+        place = self._directories[directory]
+        with place.lock:
+            pages = min(len(rows), place.current.fits(stride)) if place.current is not None else 0
+            if not pages or place.current is None:
+                return []
+            offset, nbytes = place.current.take(pages, stride)
+            return [Extent(place.current, directory, offset, nbytes, rows[:pages])]
+
+    def room(self, directory: int) -> int:
+        """Bytes left in the open segment."""
+        place = self._directories[directory]
+        with place.lock:
+            return self._layout.segment_bytes - place.current.end if place.current is not None else 0
+
+    def free_one(self, directory: int) -> bool:
+        """Reclaim one segment now; False when none can be."""
+        with self._directories[directory].lock:
+            return self._reclaim(directory, False)
+
+    def _rotate(self, directory: int, place: _Directory) -> bool:
+        """Put the next segment to use, then see to it that one stays free for the turn after."""
+        self.collect(directory)
+        if place.current is not None:
+            self._retire(place.current)
+            place.current = None
+        place.current = self._open(directory)
+        if place.current is None and self._reclaim(directory, False):
+            place.current = self._open(directory)
+        if place.current is None:
+            return False
+        if not self._has_spare(directory):
+            self._reclaim(directory, True)
+        return True
+
+    def _open(self, directory: int) -> OpenSegment | None:
+        try:
+            return self._files.open_next(directory)
+        except lmdb.MapFullError:
+            return None
+        except OSError as err:
+            self._metrics.add(f"segment_errors_{errno.errorcode.get(err.errno or 0, 'unknown').lower()}")
+            return None
+
+    def _has_spare(self, directory: int) -> bool:
+        layout = self._layout
+        rows = [s for s in self._files.table.snapshot() if layout.directory_of(s.number) == directory]
+        made = len(rows) < layout.max_segments // len(layout.roots)
+        return made or any(s.state == 0 for s in rows)
+
+    def finish(self, extent: Extent, drain: Drain | None = None) -> None:
+        """The extent's I/O is over, or will be when ``drain`` is done."""
+        place = self._directories[extent.directory]
+        with place.lock:
+            if drain is not None and not drain.is_done():
+                place.draining.append((drain, extent))
+                return
+            extent.owner.in_flight -= 1
+            if extent.owner.is_full and not extent.owner.in_flight:
+                self._files.seal(extent.owner)
+
+    def _retire(self, segment: OpenSegment) -> None:
+        segment.is_full = True
+        if not segment.in_flight:
+            self._files.seal(segment)
+
+    def collect(self, directory: int) -> int:
+        """Finish extents whose late I/O is over; returns how many still are not."""
+        place = self._directories[directory]
+        with place.lock:
+            late, place.draining = place.draining, []
+            for drain, extent in late:
+                self.finish(extent, drain)
+            return len(place.draining)
+
+    def drains(self) -> list[Drain]:
+        """Writes that outlived their call and still run."""
+        return [drain for place in self._directories for drain, _ in place.draining]
+
+    def close(self) -> None:
+        """Seal what can be sealed. A segment with late I/O keeps its lock until the process ends."""
+        for directory, place in enumerate(self._directories):
+            with place.lock:
+                self.collect(directory)
+                if place.current is not None:
+                    self._retire(place.current)
+                    place.current = None
