@@ -1,0 +1,174 @@
+"""Lanes of one life of the worker: lease, talk with a deadline, and never again after one has run late."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+from sglang_hicache_ext.storage_backends.remote.ring import Ring
+from sglang_hicache_ext.storage_backends.remote.worker import MAX_MESSAGE
+
+
+class LateError(Exception):
+    """No reply within the deadline. What was asked for may still happen."""
+
+
+class WorkerGoneError(Exception):
+    """The worker ended or refused the call; nothing it was asked for is known to have happened."""
+
+
+class Lane:
+    """One socket to the worker and two halves of ring memory. One thread at a time.
+
+    Attributes:
+        ring: keeps the memory mapped while the lane is in use.
+        halves: offsets of its two halves; empty for a control lane.
+    """
+
+    def __init__(self, sock: socket.socket, ring: Ring, halves: tuple[int, ...], *, is_control: bool = False) -> None:
+        self.sock, self.ring, self.halves, self.is_control = sock, ring, halves, is_control
+        self._next_id = 0
+        self._owed: set[int] = set()
+
+    @property
+    def is_owed(self) -> bool:
+        """True while a reply is missing; a control lane is usable again once the late reply has been thrown away."""
+        while self._owed:
+            try:
+                raw = self.sock.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return True
+            if not raw:
+                return True
+            self._owed.discard(json.loads(raw)["id"])
+        return False
+
+    def send(self, op: str, *args: Any) -> int:
+        """Hand over a request; returns its number. Raises WorkerGoneError."""
+        self._next_id += 1
+        try:
+            self.sock.send(json.dumps({"op": op, "id": self._next_id, "args": args}).encode())
+        except OSError as error:
+            raise WorkerGoneError(str(error)) from error
+        self._owed.add(self._next_id)
+        return self._next_id
+
+    def receive(self, number: int, deadline: float) -> Any:
+        """The reply to request ``number`` before ``deadline`` (time.monotonic). Raises LateError, WorkerGoneError."""
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise LateError
+            self.sock.settimeout(left)
+            try:
+                raw = self.sock.recv(MAX_MESSAGE)
+            except TimeoutError:
+                raise LateError from None
+            except OSError as error:
+                raise WorkerGoneError(str(error)) from error
+            if not raw:
+                raise WorkerGoneError("the worker ended")
+            reply = json.loads(raw)
+            self._owed.discard(reply["id"])
+            if reply["id"] == number:
+                if "error" in reply:
+                    raise WorkerGoneError(reply["error"])
+                return reply["codes"]
+
+
+class LanePool:
+    """The lanes of one worker life. Thread-safe.
+
+    Writers never take the last free data lane, so that backup cannot starve prefetch.
+    """
+
+    def __init__(self, data: list[Lane], control: list[Lane]) -> None:
+        self._changed = threading.Condition()
+        self._data, self._control = list(data), list(control)
+        self._all = (*data, *control)
+        self._data_lanes = len(data)
+        self._leased: set[Lane] = set()
+        self._writers = 0
+        self.quarantined = 0
+        self._is_closed = self._is_disposed = False
+
+    @property
+    def usable_lanes(self) -> int:
+        return self._data_lanes - self.quarantined
+
+    def lease(self, deadline: float, *, for_write: bool = False) -> Lane | None:
+        """A data lane, or None at ``deadline`` or when the pool is closed."""
+        with self._changed:
+            while not self._is_closed:
+                if self._data and not (for_write and self._writers and self._writers >= self.usable_lanes // 2):
+                    self._writers += for_write
+                    lane = self._data.pop()
+                    self._leased.add(lane)
+                    return lane
+                left = deadline - time.monotonic()
+                if left <= 0 or not self.usable_lanes:
+                    return None
+                self._changed.wait(left)
+        return None
+
+    def give_back(self, lane: Lane, *, is_clean: bool, for_write: bool = False) -> None:
+        """End a lease. A lane that is not clean is quarantined for the rest of this worker's life."""
+        with self._changed:
+            self._leased.discard(lane)
+            self._writers -= for_write
+            if self._is_disposed:
+                lane.sock.close()
+            elif is_clean and not lane.is_owed:
+                self._data.append(lane)
+            else:
+                self.quarantined += 1
+            self._changed.notify_all()
+
+    def ask(self, deadline: float, op: str, *args: Any) -> Any:
+        """One request on a control lane, which moves no page. Raises LateError, WorkerGoneError."""
+        lane = self._take_control(deadline)
+        try:
+            return lane.receive(lane.send(op, *args), deadline)
+        finally:
+            with self._changed:
+                self._leased.discard(lane)
+                self._control.append(lane)
+                if self._is_disposed:
+                    lane.sock.close()
+                self._changed.notify_all()
+
+    def _take_control(self, deadline: float) -> Lane:
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    raise WorkerGoneError("the worker was given up")
+                for lane in self._control:
+                    if not lane.is_owed:
+                        self._control.remove(lane)
+                        self._leased.add(lane)
+                        return lane
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise LateError
+                self._changed.wait(min(left, 0.05))  # a late reply wakes nobody
+
+    def close(self, drain_s: float) -> bool:
+        """Hand out no more lanes; wait at most ``drain_s`` for leases to end. True when none is left."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._leased, drain_s)
+
+    def dispose(self) -> None:
+        """Close the sockets; those of lanes still leased follow at the end of their lease."""
+        with self._changed:
+            self._is_closed = self._is_disposed = True
+            for lane in self._all:
+                if lane not in self._leased:
+                    lane.sock.close()
+            self._changed.notify_all()

@@ -1,0 +1,197 @@
+"""One life of the worker process: start, greet, kill.
+
+``kill`` returns True only when the process is gone: its threads have ended, its sockets are closed and its RDMA resources
+destroyed, so that no byte can still be written on its behalf.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sglang_hicache_ext.storage_backends.remote.lanes import Lane, LanePool
+from sglang_hicache_ext.storage_backends.remote.ring import Ring
+from sglang_hicache_ext.storage_backends.remote.worker import MAX_MESSAGE, load_engine, serve_lane
+
+CONTROL_LANES = 2
+MOONCAKE = "sglang_hicache_ext.storage_backends.remote.mooncake:MooncakeEngine"
+_BOOT = (
+    "import sys, json; spec = json.loads(sys.argv[1]); sys.path[:] = spec['sys_path']; "
+    "from sglang_hicache_ext.storage_backends.remote.worker import main; main(spec)"
+)
+
+
+class StartError(Exception):
+    """The worker could not be brought up; the text is its own reason."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """How to start a worker.
+
+    Attributes:
+        engine: "module:class" of the ObjectEngine.
+        settings: JSON-ready settings of the engine.
+        ring_bytes, lanes: the staging ring and the data lanes that share it.
+        sys_path: further import folders of the worker (a test's engine).
+        log: file for the worker's output, "" drops it.
+    """
+
+    engine: str
+    settings: dict[str, Any]
+    ring_bytes: int
+    lanes: int
+    sys_path: tuple[str, ...] = ()
+    log: str = ""
+    start_timeout_s: float = 15.0
+
+
+class WorkerLife(Protocol):
+    """A started worker. ``pool`` gives out its lanes."""
+
+    pool: LanePool
+    ring: Ring
+    info: dict[str, Any]
+
+    def kill(self, timeout_s: float) -> bool:
+        """End it for good; True when provably nothing of it moves a byte any more."""
+        ...
+
+    def is_alive(self) -> bool: ...
+
+
+def _lanes(ring: Ring, sockets: list[socket.socket], data: int) -> LanePool:
+    data_lanes = [Lane(s, ring, ring.halves(i)) for i, s in enumerate(sockets[:data])]
+    return LanePool(data_lanes, [Lane(s, ring, (), is_control=True) for s in sockets[data:]])
+
+
+class ProcessWorker:
+    """The worker in a process of its own; the design that ships."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.ring = Ring(spec.ring_bytes, spec.lanes)
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(spec.lanes + CONTROL_LANES)]
+        self._sockets = [ours for ours, _ in pairs]
+        theirs = [other for _, other in pairs]
+        life_read, self._life = os.pipe()
+        try:
+            self._process = _spawn(spec, self.ring, theirs, life_read)
+        finally:
+            os.close(life_read)
+            for sock in theirs:
+                sock.close()
+            self.ring.close_fd()
+        self.pool = _lanes(self.ring, self._sockets, spec.lanes)
+        try:
+            self.info = _greeting(self._sockets[0], spec.start_timeout_s)
+        except BaseException:
+            self.kill(5.0)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self, timeout_s: float) -> bool:
+        self._process.send_signal(signal.SIGKILL)
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False  # stuck in the kernel; its ring stays its own, see Ring
+        self.pool.dispose()
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+        return True
+
+
+def _spawn(spec: WorkerSpec, ring: Ring, lanes: list[socket.socket], life: int) -> subprocess.Popen[bytes]:
+    fds = [s.fileno() for s in lanes]
+    text = json.dumps(
+        {
+            "engine": spec.engine, "settings": spec.settings, "sys_path": [*spec.sys_path, *sys.path],
+            "ring_fd": ring.fd, "ring_bytes": ring.nbytes, "lane_fds": fds, "life_fd": life, "parent": os.getpid(),
+        }
+    )  # fmt: skip
+    with open(spec.log or os.devnull, "ab") as log:
+        # -I: no PYTHONPATH, no user folder, no sitecustomize of the serving process
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", _BOOT, text],
+            pass_fds=[ring.fd, life, *fds], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+
+
+def _greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
+    if not select.select([sock], [], [], timeout_s)[0]:
+        raise StartError(f"no answer within {timeout_s:g} s")
+    raw = sock.recv(MAX_MESSAGE)
+    if not raw:
+        raise StartError("the worker process ended while it started")
+    greeting = json.loads(raw)
+    if not greeting["ready"]:
+        raise StartError(greeting["error"])
+    info: dict[str, Any] = greeting["info"]
+    return info
+
+
+@dataclass
+class ThreadWorker:
+    """The worker as threads of this process: for zero-copy, and to measure what the process costs.
+
+    It cannot be killed. ``kill`` closes the client and waits for its threads; while one is stuck the answer is False
+    and its memory must stay out of use.
+    """
+
+    spec: WorkerSpec
+    info: dict[str, Any] = field(default_factory=dict)
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self.ring = Ring(spec.ring_bytes, spec.lanes)
+        self.ring.close_fd()
+        self.engine = load_engine(spec.engine, spec.settings)
+        try:
+            self.info = self.engine.open(self.ring.base, self.ring.nbytes)
+        except (OSError, RuntimeError) as error:
+            raise StartError(str(error)) from error
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(spec.lanes + CONTROL_LANES)]
+        sockets = [ours for ours, _ in pairs]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(theirs,), daemon=True, name=f"hicache-ext-lane-{i}")
+            for i, (_, theirs) in enumerate(pairs)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self.pool = _lanes(self.ring, sockets, spec.lanes)
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock:
+            serve_lane(sock, self.engine, self.ring.base)
+
+    def is_alive(self) -> bool:
+        return all(t.is_alive() for t in self._threads)
+
+    def kill(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        self.pool.dispose()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(t.is_alive() for t in self._threads):
+            return False
+        if not self._is_closed:
+            self._is_closed = True
+            self.engine.close()
+        return True

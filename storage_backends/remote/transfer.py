@@ -1,0 +1,251 @@
+"""Pages through the ring: batches in two halves, verified where they are delivered, bounded in time.
+
+A read copies a slot to the host page and hashes *the host page*: what was proven is what is delivered, whatever may
+still happen to the slot. A write hashes the slot, not the host page, for the same reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from sglang_hicache_ext.outcome import Outcome, WriteOutcome
+from sglang_hicache_ext.page import Regions
+from sglang_hicache_ext.storage_backends.record import PageDigests, memory_at, merge_columns, page_digest
+from sglang_hicache_ext.storage_backends.remote import wire
+from sglang_hicache_ext.storage_backends.remote.engine import NEVER_STARTED, NO_SPACE, NOT_FOUND, NOT_READY, RPC_FAILED
+from sglang_hicache_ext.storage_backends.remote.lanes import Lane, LateError, WorkerGoneError
+from sglang_hicache_ext.storage_backends.remote.ring import slot_bytes
+
+Gate = Callable[[int, float], bool]
+"""(bytes, deadline) -> may go now; blocks until then. The arbiter."""
+
+
+@dataclass
+class PageJob:
+    """The pages of one call, by position, as a lane works through them.
+
+    Attributes:
+        namespace, keys, names, regions: one row per page of the call.
+        late, failed: positions that ran past the deadline; that failed in a way that may still move bytes.
+        backend_failed: the master did not answer, or the worker ended.
+        is_clean: False once anything may still move bytes in the lane's memory.
+    """
+
+    namespace: bytes
+    keys: Sequence[bytes]
+    names: Sequence[str]
+    regions: Regions
+    late: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    backend_failed: bool = False
+    is_clean: bool = True
+
+    def __post_init__(self) -> None:
+        self.payload_bytes = self.regions.page_bytes
+        self.object_bytes = wire.HEADER_BYTES + self.payload_bytes
+        self.stride = slot_bytes(self.object_bytes)
+        merged = merge_columns(self.regions)
+        self.sizes = merged.sizes.tolist()
+        self.addrs = merged.addrs.tolist()
+        self.digests = PageDigests(self.namespace, self.keys, self.regions)
+
+    def batches(self, rows: Sequence[int], lane: Lane, limit: int) -> list[Sequence[int]]:
+        """Cut ``rows`` into batches that fit a half, of at most ``limit`` pages; at least two when that pipelines."""
+        step = min(lane.ring.slots(self.object_bytes), limit, max(1, -(-len(rows) // 2)))
+        return [rows[i : i + step] for i in range(0, len(rows), step)]
+
+    def offsets(self, half: int, count: int) -> list[int]:
+        return [half + i * self.stride for i in range(count)]
+
+
+class Copier:
+    """Runs a function over pages, on a few threads where there are cores for it. Copying and hashing release the lock."""
+
+    def __init__(self, threads: int) -> None:
+        count = threads or min(4, (os.cpu_count() or 1) // 4)
+        self._pool = ThreadPoolExecutor(count, "hicache-ext-copy") if count > 1 else None
+        self.threads = max(1, count)
+
+    def run(self, one: Callable[[int], None], count: int) -> None:
+        """Call ``one(i)`` for i in range(count); returns when all are done."""
+        if self._pool is None or count < 2 * self.threads:
+            for i in range(count):
+                one(i)
+            return
+
+        def part(start: int) -> None:
+            for i in range(start, count, self.threads):
+                one(i)
+
+        for future in [self._pool.submit(part, t) for t in range(self.threads)]:
+            future.result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass
+class Limits:
+    """Time and size of one call: absolute deadline, seconds per transfer, pages per batch, and the arbiter's gate."""
+
+    deadline: float
+    transfer_s: float
+    batch_pages: int
+    gate: Gate | None = None
+
+    def next_deadline(self) -> float:
+        return min(self.deadline, time.monotonic() + self.transfer_s)
+
+    def admits(self, nbytes: int) -> bool:
+        if self.gate is not None and not self.gate(nbytes, self.deadline):
+            return False
+        return time.monotonic() < self.deadline
+
+
+def read_pages(
+    job: PageJob, rows: Sequence[int], lane: Lane, limits: Limits, copier: Copier, out: list[Outcome | None]
+) -> None:
+    """Read pages ``rows`` of ``job`` through ``lane`` and set their outcomes; never raises for them."""
+    todo = deque(job.batches(rows, lane, limits.batch_pages))
+    flying: deque[tuple[int, float, int, Sequence[int]]] = deque()
+    free = deque(lane.halves)
+    try:
+        while todo or flying:
+            while todo and free and limits.admits(len(todo[0]) * job.object_bytes):
+                batch, half = todo.popleft(), free.popleft()
+                names, offsets = [job.names[r] for r in batch], job.offsets(half, len(batch))
+                number = lane.send("get", names, offsets, [job.object_bytes] * len(batch))
+                flying.append((number, limits.next_deadline(), half, batch))
+            if not flying:
+                break
+            number, deadline, half, batch = flying[0]
+            codes = lane.receive(number, deadline)
+            flying.popleft()
+            _deliver(job, batch, codes, lane, half, copier, out)
+            free.append(half)
+    except (LateError, WorkerGoneError) as error:
+        _give_up(job, [r for _, _, _, batch in flying for r in batch], error, out)
+    for batch in todo:  # not sent: nothing moves for them
+        for row in batch:
+            out[row] = Outcome.LATE if not job.backend_failed else Outcome.READ_ERROR
+
+
+def _give_up(job: PageJob, rows: list[int], error: Exception, out: list[Outcome | None]) -> None:
+    job.is_clean = False
+    is_late = isinstance(error, LateError)
+    job.backend_failed = job.backend_failed or not is_late
+    (job.late if is_late else job.failed).extend(rows)
+    for row in rows:
+        out[row] = Outcome.LATE if is_late else Outcome.READ_ERROR
+
+
+def _deliver(
+    job: PageJob, batch: Sequence[int], codes: list[int], lane: Lane, half: int, copier: Copier,
+    out: list[Outcome | None],
+) -> None:  # fmt: skip
+    arrived = []
+    for position, (row, code) in enumerate(zip(batch, codes, strict=True)):
+        if code == job.object_bytes:
+            arrived.append((row, lane.ring.base + half + position * job.stride))
+        else:
+            out[row] = _refusal(job, row, code)
+
+    def one(i: int) -> None:
+        row, slot = arrived[i]
+        out[row] = _copy_and_prove(job, row, slot)
+
+    copier.run(one, len(arrived))
+
+
+def _refusal(job: PageJob, row: int, code: int) -> Outcome:
+    if code >= 0:
+        return Outcome.MISMATCH  # an object of another length: stored by a writer with another idea of the page
+    if code in (NOT_FOUND, NOT_READY):
+        return Outcome.ABSENT
+    if code in NEVER_STARTED:
+        return Outcome.MISMATCH  # larger than a page should be: refused before it started
+    job.failed.append(row)
+    job.is_clean = False
+    job.backend_failed = job.backend_failed or code <= RPC_FAILED
+    return Outcome.READ_ERROR
+
+
+def _copy_and_prove(job: PageJob, row: int, slot: int) -> Outcome:
+    digest = wire.stored_digest(memory_at(slot, wire.HEADER_BYTES), job.namespace, job.payload_bytes)
+    if digest is None:
+        return Outcome.CORRUPT
+    source = slot + wire.HEADER_BYTES
+    for addr, size in zip(job.addrs[row], job.sizes, strict=True):
+        ctypes.memmove(addr, source, size)
+        source += size
+    return Outcome.LOADED if job.digests.digest(row) == digest else Outcome.CORRUPT
+
+
+def write_pages(
+    job: PageJob, rows: Sequence[int], lane: Lane, limits: Limits, copier: Copier, out: list[WriteOutcome | None]
+) -> None:
+    """Write pages ``rows`` of ``job`` through ``lane`` and set their outcomes; stops at the first refusal for space."""
+    todo = deque(job.batches(rows, lane, limits.batch_pages))
+    flying: deque[tuple[int, float, int, Sequence[int]]] = deque()
+    free = deque(lane.halves)
+    is_full = False
+    try:
+        while todo or flying:
+            while todo and free and not is_full and limits.admits(len(todo[0]) * job.object_bytes):
+                batch, half = todo.popleft(), free.popleft()
+                _stage(job, batch, lane, half, copier)
+                offsets = job.offsets(half, len(batch))
+                number = lane.send("put", [job.names[r] for r in batch], offsets, [job.object_bytes] * len(batch))
+                flying.append((number, limits.next_deadline(), half, batch))
+            if not flying:
+                break
+            number, deadline, half, batch = flying[0]
+            codes = lane.receive(number, deadline)
+            flying.popleft()
+            for row, code in zip(batch, codes, strict=True):
+                out[row] = _written(job, row, code)
+                is_full = is_full or code == NO_SPACE
+            free.append(half)
+    except (LateError, WorkerGoneError) as error:
+        job.is_clean = False
+        job.backend_failed = isinstance(error, WorkerGoneError)
+        rest = [r for _, _, _, batch in flying for r in batch]
+        (job.failed if job.backend_failed else job.late).extend(rest)
+        for row in rest:
+            out[row] = WriteOutcome.WRITE_ERROR if job.backend_failed else WriteOutcome.LATE
+    for batch in todo:
+        for row in batch:
+            out[row] = WriteOutcome.FULL if is_full else WriteOutcome.LATE
+
+
+def _stage(job: PageJob, batch: Sequence[int], lane: Lane, half: int, copier: Copier) -> None:
+    def one(i: int) -> None:
+        row, slot = batch[i], lane.ring.base + half + i * job.stride
+        target = slot + wire.HEADER_BYTES
+        for addr, size in zip(job.addrs[row], job.sizes, strict=True):
+            ctypes.memmove(target, addr, size)
+            target += size
+        payload = memory_at(slot + wire.HEADER_BYTES, job.payload_bytes)
+        digest = page_digest(job.namespace, job.keys[row], payload)
+        memory_at(slot, wire.HEADER_BYTES)[:] = wire.encode_header(job.namespace, job.payload_bytes, digest)
+
+    copier.run(one, len(batch))
+
+
+def _written(job: PageJob, row: int, code: int) -> WriteOutcome:
+    if code >= 0:
+        return WriteOutcome.STORED
+    if code == NO_SPACE:
+        return WriteOutcome.FULL
+    if code not in NEVER_STARTED:
+        job.failed.append(row)
+        job.is_clean = False
+        job.backend_failed = job.backend_failed or code <= RPC_FAILED
+    return WriteOutcome.WRITE_ERROR
