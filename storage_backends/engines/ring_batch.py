@@ -26,6 +26,7 @@ MAX_CALL_BYTES = 0x7FFFF000
 _FIXED_FILE = 1 << 0
 _CANCEL_BIT = 1 << 31
 _GRACE_S = 0.005
+_OPEN = -(1 << 61)
 _PAUSE_S = 0.001
 _WAKE_EVERY = 8
 
@@ -100,9 +101,9 @@ class RingBatch:
     ) -> None:
         self._ring, self._entries, self._plan, self._files = ring, entries, plan, files
         self._is_write, self._user_data, self._depth = is_write, user_data, depth
+        self._base = np.uint64(user_data)
         self._want = plan.op_bytes
-        self.res = np.full(len(plan), TIMED_OUT, np.int64)
-        self._is_open = np.ones(len(plan), np.bool_)
+        self.res = np.full(len(plan), _OPEN, np.int64)
         self._left = len(plan)
         self._sent = 0
         self._again: list[int] = []
@@ -114,7 +115,6 @@ class RingBatch:
     def refuse(self, ops: Ops, error: int) -> None:
         """Fail operations before the batch runs; they are skipped."""
         self.res[ops] = error
-        self._is_open[ops] = False
         self._left -= len(ops)
         keep = np.ones(len(self._entries), np.bool_)
         keep[ops] = False
@@ -128,23 +128,27 @@ class RingBatch:
         fresh = self._nothing
         stalls = 0
         while self._left:
-            sent = self._top_up()
-            if on_submitted is not None and len(sent):
+            queued = self._top_up()
+            if on_submitted is not None and queued:
                 self._ring.submit()  # an error shows again at the wait
-                on_submitted(sent)
+                on_submitted(self._positions(self._sent - queued, self._sent))
             if on_done is not None and len(fresh):
                 if self._ring.unsubmitted:
                     self._ring.submit()
                 on_done(fresh)
             left_s = deadline - time.monotonic()
-            error = self._ring.wait(self._wake_after(), left_s) if left_s > 0 else -errno.ETIME
+            error = self._ring.wait(self._wake_after(on_done is not None), left_s) if left_s > 0 else -errno.ETIME
             fresh = self._reap()
-            stalls = stalls + 1 if error < 0 and not len(fresh) else 0
-            if error < 0 and not self._go_on(error, stalls, deadline):
-                fresh = np.concatenate((fresh, self._stop(error)))
-                break
+            if error < 0:
+                stalls = 0 if len(fresh) else stalls + 1
+                if not self._go_on(error, stalls, deadline):
+                    fresh = np.concatenate((fresh, self._stop(error)))
+                    break
         if on_done is not None and len(fresh):
             on_done(fresh)
+
+    def _positions(self, first: int, last: int) -> Ops:
+        return (self._entries[first:last, 4] - self._base).astype(np.int64)
 
     def _go_on(self, error: int, stalls: int, deadline: float) -> bool:
         if not self._left:
@@ -154,32 +158,40 @@ class RingBatch:
             return stalls <= MAX_STALLS
         return error in (-errno.EINTR, -errno.ETIME) and time.monotonic() < deadline
 
-    def _wake_after(self) -> int:
-        """Completions worth waking up for: enough to share the cost of a wake-up, few enough to keep the drive fed."""
+    def _wake_after(self, has_work: bool) -> int:
+        """Completions worth waking up for: enough to share the cost of a wake-up, few enough to keep the drive fed.
+
+        Near the end, with nothing left to queue and nobody who works on completions, only the last one is.
+        """
+        if not has_work and self._sent == len(self._entries) and not self._again:
+            return self.in_flight
         return max(1, min(_WAKE_EVERY, self._depth // 4, self.in_flight))
 
-    def _top_up(self) -> Ops:
-        """Queue operations up to the depth; positions of those queued for the first time."""
+    def _top_up(self) -> int:
+        """Queue operations up to the depth; how many were queued for the first time."""
         room = self._depth - self.in_flight
         while self._again and room > 0:
             self._ring.push(self._entry_again(self._again.pop()))
             self.in_flight += 1
             room -= 1
-        rows = self._entries[self._sent : self._sent + room] if room > 0 else self._entries[:0]
-        if not len(rows):
-            return self._nothing
-        self._ring.push(rows)
-        self._sent += len(rows)
-        self.in_flight += len(rows)
-        return (rows[:, 4] - np.uint64(self._user_data)).astype(np.int64)
+        count = min(room, len(self._entries) - self._sent)
+        if count <= 0:
+            return 0
+        self._ring.push(self._entries[self._sent : self._sent + count])
+        self._sent += count
+        self.in_flight += count
+        return count
 
     def _reap(self) -> Ops:
         """Take completions; positions of operations that are done in full."""
         data, moved = self._ring.reap()
-        ops = (data - np.uint64(self._user_data)).astype(np.int64)
-        ours = (ops >= 0) & (ops < len(self.res))
-        if not ours.all():
-            ops, moved = ops[ours], moved[ours]
+        if not len(data):
+            return self._nothing
+        numbers = data - self._base  # wraps around for older batches
+        if int(numbers.max()) >= len(self.res):
+            ours = numbers < len(self.res)
+            numbers, moved = numbers[ours], moved[ours]
+        ops = numbers.view(np.int64)
         self.in_flight -= len(ops)
         full = moved == self._want[ops]
         if not full.all():
@@ -188,7 +200,6 @@ class RingBatch:
             ]
             ops = np.concatenate((ops[full], np.array(late, np.int64)))
         self.res[ops] = self._want[ops]
-        self._is_open[ops] = False
         self._left -= len(ops)
         return ops
 
@@ -205,7 +216,6 @@ class RingBatch:
         if progress.result == self._want[op]:
             return True
         self.res[op] = progress.result
-        self._is_open[op] = False
         self._left -= 1
         return False
 
@@ -236,16 +246,15 @@ class RingBatch:
                     break
                 late.append(self._reap())
         self.res[self.res == -errno.ECANCELED] = TIMED_OUT
-        if error not in (-errno.ETIME, -errno.EINTR):
-            self.res[self._is_open] = error
-        if self.in_flight:
-            self.res[self._running()] = PENDING
+        running = self._running()
+        self.res[self.res == _OPEN] = TIMED_OUT if error in (-errno.ETIME, -errno.EINTR) else error
+        self.res[running] = PENDING
         return np.concatenate(late)
 
     def _withdraw(self) -> None:
-        """Operations that are queued but unknown to the kernel never began; they keep TIMED_OUT."""
+        """Operations that are queued but unknown to the kernel never began."""
         for user_data in self._ring.withdraw():
-            self._is_open[user_data - self._user_data] = False
+            self.res[user_data - self._user_data] = TIMED_OUT
             self.in_flight -= 1
 
     def _cancel(self) -> None:
@@ -258,6 +267,6 @@ class RingBatch:
 
     def _running(self) -> Ops:
         """Positions of operations the kernel has, at this moment."""
-        entered = (self._entries[: self._sent, 4] - np.uint64(self._user_data)).astype(np.int64)
         waiting = set(self._again)
-        return np.array([op for op in entered.tolist() if self._is_open[op] and op not in waiting], np.int64)
+        entered = self._positions(0, self._sent).tolist()
+        return np.array([op for op in entered if self.res[op] == _OPEN and op not in waiting], np.int64)

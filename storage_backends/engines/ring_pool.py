@@ -174,7 +174,7 @@ class RingPool:
                 self._drains.append(drain)
             elif self._is_closed:
                 self._retire(ring)
-            else:
+            elif self._closed_files:
                 ring.drop({handle for handle in self._closed_files if ring.holds(handle)})
                 self._forget_closed()
             ring.busy.release()
