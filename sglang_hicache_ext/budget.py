@@ -88,18 +88,18 @@ class HostBudget:
         Host pages used since ``submitted_at`` are hotter than what the prefetch brings and are never evicted.
         """
         room = self.limit_pages - self._held
-        want = min(hit_pages, room)
-        short_of = Outcome.RATE_LIMITED if want < hit_pages else Outcome.NO_HOST_PAGES
         least = min(self.settings.threshold_pages, hit_pages)
-        if want < least:
+        if room < least:
             return Grant(None, Outcome.RATE_LIMITED)
+        want = min(hit_pages, room)
         if self._pool.free_pages < want:
             self._pool.reclaim(want - self._pool.free_pages, submitted_at)
-        if self._pool.free_pages < want:
-            want, short_of = self._pool.free_pages, Outcome.NO_HOST_PAGES
+        free = self._pool.free_pages
+        short_of = Outcome.RATE_LIMITED if room < free else Outcome.NO_HOST_PAGES
+        want = min(want, free)
         pages = self._pool.alloc(want) if want >= least else None
         if pages is None:
-            return Grant(None, Outcome.NO_HOST_PAGES)
+            return Grant(None, short_of)
         if len(pages) != want:
             raise InvariantError(f"host pool gave {len(pages)} pages for {want}")
         self._held += want
