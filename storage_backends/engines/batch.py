@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,10 +50,7 @@ class Batch:
         self._running = 0
         self._expired = False
         self._drain: Draining | None = None
-
-    @property
-    def is_expired(self) -> bool:
-        return self._expired
+        self._after: list[Callable[[], None]] = []
 
     def begin(self, ops: NDArray[np.int64]) -> bool:
         """Claim ``ops`` for a system call; False when the deadline has passed."""
@@ -70,9 +68,26 @@ class Batch:
             self._running -= len(ops)
             self._left -= len(ops)
             self._fresh.append(ops)
-            if self._expired and self._running == 0 and self._drain is not None:
-                self._drain.finish()
+            after = self._end() if self._expired and self._running == 0 else []
             self._changed.notify()
+        for call in after:
+            call()
+
+    def _end(self) -> list[Callable[[], None]]:
+        """The last running operation of an expired batch ended."""
+        if self._drain is not None:
+            self._drain.finish()
+        after, self._after = self._after, []
+        return after
+
+    def after(self, call: Callable[[], None]) -> None:
+        """Call once, on a worker, when the last operation that outlived the deadline ends; now if none did."""
+        with self._changed:
+            is_over = self._running == 0
+            if not is_over:
+                self._after.append(call)
+        if is_over:
+            call()
 
     def refuse(self, ops: NDArray[np.int64], res: int) -> None:
         """Report operations that never began."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sglang_hicache_ext.storage_backends.engines.libc import dio_alignment
@@ -23,6 +23,7 @@ class OpenFile:
     Attributes:
         direct: True when O_DIRECT is in effect.
         reason: why not, when it is not.
+        writable: opened for writing too.
         slot: index in a registered file table, -1 without one; kept by the engine.
     """
 
@@ -31,6 +32,7 @@ class OpenFile:
     path: str
     direct: bool
     reason: str = ""
+    writable: bool = True
     users: int = 0
     closing: bool = False
     slot: int = -1
@@ -58,8 +60,9 @@ class FileTable:
     somebody else's file.
     """
 
-    def __init__(self, direct: bool = True) -> None:
+    def __init__(self, direct: bool = True, on_shut: Callable[[OpenFile], None] | None = None) -> None:
         self._direct = direct
+        self._on_shut = on_shut
         self._lock = threading.Lock()
         self._files: dict[int, OpenFile] = {}
         self._next = 0
@@ -69,7 +72,7 @@ class FileTable:
     def open(self, path: str, writable: bool = True) -> OpenFile:
         fd, direct, reason = open_direct(path, writable, self._direct)
         with self._lock:
-            file = OpenFile(self._next, fd, path, direct, reason)
+            file = OpenFile(self._next, fd, path, direct, reason, writable)
             self._next += 1
             self._files[file.handle] = file
             self._buffered_reason = reason or self._buffered_reason
@@ -119,6 +122,8 @@ class FileTable:
         with self._lock:
             fd, file.fd = file.fd, -1
         if fd >= 0:
+            if self._on_shut is not None:
+                self._on_shut(file)
             os.close(fd)
 
     def describe(self) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import platform
 import threading
 import time
@@ -13,8 +12,9 @@ import numpy as np
 
 from sglang_hicache_ext.storage_backends.engines import libc
 from sglang_hicache_ext.storage_backends.engines.base import IoPlan, IoResult, OnOps
+from sglang_hicache_ext.storage_backends.engines.file_engine import FileEngine
 from sglang_hicache_ext.storage_backends.engines.files import FileTable, OpenFile
-from sglang_hicache_ext.storage_backends.engines.posix import sync_within
+from sglang_hicache_ext.storage_backends.engines.plans import distinct_files
 from sglang_hicache_ext.storage_backends.engines.ring import FLAG_STEPS, Ring, flag_names
 from sglang_hicache_ext.storage_backends.engines.ring_batch import (
     READV_FIXED,
@@ -27,7 +27,7 @@ from sglang_hicache_ext.storage_backends.engines.ring_memory import RegisteredMe
 from sglang_hicache_ext.storage_backends.engines.ring_pool import FILE_SLOTS, RingPool, ThreadRing
 
 
-class IoUringEngine:
+class IoUringEngine(FileEngine):
     """One ring per calling thread, registered files and host memory where the kernel and the limits allow it.
 
     ``on_done`` and ``on_submitted`` must not raise; when one does, what is in flight is left to the engine, which
@@ -56,8 +56,8 @@ class IoUringEngine:
         call: libc.Syscall = libc.syscall,
         steps: tuple[int, ...] = FLAG_STEPS,
     ) -> None:
-        self._depth, self._sync_timeout_s = depth, sync_timeout_s
-        self._files = FileTable(direct)
+        super().__init__(FileTable(direct), sync_timeout_s)
+        self._depth = depth
         self._memory = RegisteredMemory(call)
         self._rings = RingPool(depth, call, steps)
         self._lock = threading.Lock()
@@ -104,8 +104,7 @@ class IoUringEngine:
         self, plan: IoPlan, deadline_s: float, is_write: bool, on_done: OnOps | None, on_submitted: OnOps | None
     ) -> IoResult:
         deadline = time.monotonic() + deadline_s
-        handles = _distinct(plan)
-        held = self._files.acquire(handles)
+        held = self._files.acquire(distinct_files(plan))
         try:
             ring = self._rings.acquire()
         except OSError as error:
@@ -136,12 +135,6 @@ class IoUringEngine:
             batch.refuse(closed, -errno.EBADF)
         return batch
 
-    def sync(self, handle: int) -> None:
-        files = self._files.acquire((handle,))
-        if handle not in files:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        sync_within(files[handle], self._sync_timeout_s, self._files)
-
     def describe(self) -> dict[str, Any]:
         return {
             "engine": self.name,
@@ -158,13 +151,6 @@ class IoUringEngine:
         self._files.close_all()
         self._rings.close(timeout_s=1.0)
         self._memory.close()
-
-
-def _distinct(plan: IoPlan) -> list[int]:
-    """The file handles of a plan, each once."""
-    if len(plan) and bool((plan.files == plan.files[0]).all()):
-        return [int(plan.files[0])]
-    return [int(handle) for handle in np.unique(plan.files)]
 
 
 def _ring_files(ring: ThreadRing, plan: IoPlan, held: dict[int, OpenFile]) -> RingFiles:

@@ -8,6 +8,13 @@ from numpy.typing import NDArray
 from sglang_hicache_ext.storage_backends.engines.base import IoPlan
 
 
+def distinct_files(plan: IoPlan) -> list[int]:
+    """The file handles of a plan, each once."""
+    if len(plan) and bool((plan.files == plan.files[0]).all()):
+        return [int(plan.files[0])]
+    return [int(handle) for handle in np.unique(plan.files)]
+
+
 def in_file_order(plan: IoPlan) -> tuple[NDArray[np.int64], IoPlan]:
     """Sort operations by file and offset: (positions in the given plan, the sorted plan)."""
     order = np.lexsort((plan.offsets, plan.files)).astype(np.int64)

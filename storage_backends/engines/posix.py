@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import threading
 import time
 from typing import Any
@@ -15,8 +14,9 @@ from numpy.typing import NDArray
 from sglang_hicache_ext.storage_backends.engines import libc
 from sglang_hicache_ext.storage_backends.engines.base import IoPlan, IoResult, OnOps
 from sglang_hicache_ext.storage_backends.engines.batch import Batch
+from sglang_hicache_ext.storage_backends.engines.file_engine import FileEngine
 from sglang_hicache_ext.storage_backends.engines.files import FileTable, OpenFile
-from sglang_hicache_ext.storage_backends.engines.plans import in_file_order, merged_runs
+from sglang_hicache_ext.storage_backends.engines.plans import distinct_files, in_file_order, merged_runs
 from sglang_hicache_ext.storage_backends.engines.transfer import VectoredCall, transfer
 from sglang_hicache_ext.storage_backends.engines.workers import DaemonWorkers
 
@@ -27,7 +27,7 @@ MERGE_BYTES = 8 << 20
 """Most bytes of one merged call, so that a deadline is looked at often."""
 
 
-class PosixEngine:
+class PosixEngine(FileEngine):
     """Thread-pool engine. Memory needs no registration; with O_DIRECT it must be aligned like the file system says.
 
     Args:
@@ -48,23 +48,10 @@ class PosixEngine:
         preadv: VectoredCall = libc.preadv,
         pwritev: VectoredCall = libc.pwritev,
     ) -> None:
-        self._files = FileTable(direct)
+        super().__init__(FileTable(direct), sync_timeout_s)
         self._workers = DaemonWorkers(threads, "hicache-posix")
         self._threads = threads
-        self._sync_timeout_s = sync_timeout_s
         self._preadv, self._pwritev = preadv, pwritev
-
-    def open_file(self, path: str, *, writable: bool = True) -> int:
-        return self._files.open(path, writable).handle
-
-    def close_file(self, handle: int) -> None:
-        self._files.close(handle)
-
-    def register_memory(self, addr: int, nbytes: int) -> bool:
-        return False
-
-    def unregister_memory(self, addr: int) -> None:
-        return None
 
     def read(self, plan: IoPlan, deadline_s: float, on_done: OnOps | None = None) -> IoResult:
         return self._run(plan, deadline_s, False, on_done, None)
@@ -90,12 +77,6 @@ class PosixEngine:
             batch.abandon()
             job.caller_left()
 
-    def sync(self, handle: int) -> None:
-        files = self._files.acquire((handle,))
-        if handle not in files:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        sync_within(files[handle], self._sync_timeout_s, self._files)
-
     def describe(self) -> dict[str, Any]:
         return {
             "engine": self.name,
@@ -119,7 +100,7 @@ class _Job:
         self._engine, self._batch, self._plan, self._order, self._is_write = engine, batch, plan, order, is_write
         self._bytes = plan.op_bytes
         self._call = engine._pwritev if is_write else engine._preadv
-        self._held = engine._files.acquire(np.unique(plan.files).tolist())
+        self._held = engine._files.acquire(distinct_files(plan))
         self._lock = threading.Lock()
         self._tasks_left = 0
         self._in_task = 0
@@ -190,25 +171,3 @@ class _Job:
         iov = self._plan.iov[starts[begin] : starts[end]]
         nbytes = int(self._bytes[begin:end].sum())
         return transfer(self._call, file, iov, int(self._plan.offsets[begin]), nbytes, self._is_write)
-
-
-def sync_within(file: OpenFile, timeout_s: float, files: FileTable) -> None:
-    """fdatasync of an acquired file, at most ``timeout_s`` long. Raises OSError, ETIMEDOUT when it takes longer."""
-    outcome: list[OSError | None] = []
-
-    def work() -> None:
-        try:
-            os.fdatasync(file.fd)
-            outcome.append(None)
-        except OSError as error:
-            outcome.append(error)
-        finally:
-            files.release((file,))
-
-    thread = threading.Thread(target=work, name="hicache-sync", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
-        raise OSError(errno.ETIMEDOUT, f"fdatasync took longer than {timeout_s} s")
-    if outcome[0] is not None:
-        raise outcome[0]
