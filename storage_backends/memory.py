@@ -19,6 +19,7 @@ from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
 from sglang_hicache_ext.page import Regions, align_up
 from sglang_hicache_ext.ports import Clock, Namespace, ReadResult, StoreStats, SystemClock, WriteResult
+from sglang_hicache_ext.storage_backends.mismatch import difference
 from sglang_hicache_ext.storage_backends.record import memory_at, page_digest
 
 EVICTED_HISTORY = 65_536
@@ -102,7 +103,7 @@ class MemoryStore:
             return self._why(ns, key)[0]
         if len(page.payload) != regions.page_bytes:
             return Outcome.MISMATCH
-        if page_digest(ns.id, key, page.payload) != page.digest:
+        if page_digest(ns.id, key, memoryview(page.payload)) != page.digest:
             self._drop((ns.id, key))
             return Outcome.CORRUPT
         source = (ctypes.c_char * len(page.payload)).from_buffer(page.payload)
@@ -138,7 +139,7 @@ class MemoryStore:
         payload = bytearray()
         for addr, size in zip(regions.addrs[row].tolist(), regions.sizes.tolist(), strict=True):
             payload += memory_at(addr, size)
-        self._pages[ident] = _Page(payload, page_digest(ns.id, key, payload))
+        self._pages[ident] = _Page(payload, page_digest(ns.id, key, memoryview(payload)))
         self._used += align_up(nbytes)
         self._evicted.pop(ident, None)
         return WriteOutcome.STORED
@@ -182,12 +183,13 @@ class MemoryStore:
             return [(Outcome.LOADED, "present") if (ns.id, k) in self._pages else self._why(ns, k) for k in keys]
 
     def _why(self, ns: Namespace, key: bytes) -> tuple[Outcome, str]:
-        for other in self._namespaces.values():
-            if other.id != ns.id and (other.id, key) in self._pages:
-                fields = ", ".join(ns.fingerprint.differing_fields(other.fingerprint))
-                return Outcome.MISMATCH, f"stored under another fingerprint; differs in: {fields}"
         if (ns.id, key) in self._evicted:
             return Outcome.EVICTED, "stored once, reclaimed since"
+        for other in self._namespaces.values():
+            if other.id != ns.id and (other.id, key) in self._pages:
+                told = difference(ns.fingerprint, other.fingerprint)
+                if told is not None:
+                    return Outcome.MISMATCH, told
         return Outcome.ABSENT, "never stored, or forgotten"
 
     def remove(self, ns: Namespace, keys: Sequence[bytes]) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.outcome import Outcome
 from sglang_hicache_ext.ports import Namespace
+from sglang_hicache_ext.storage_backends.mismatch import difference
 from sglang_hicache_ext.storage_backends.nvme.codes import READ_CODE, UNDECIDED
 from sglang_hicache_ext.storage_backends.nvme.heat import Heat
 from sglang_hicache_ext.storage_backends.nvme.index import Index
@@ -43,20 +44,12 @@ class Explainer:
         out = [(Outcome.ABSENT, "never stored, or forgotten")] * len(keys)
         if not keys:
             return out
-        for row in np.flatnonzero(self._heat.was_evicted(number, keys)).tolist():
-            out[row] = (Outcome.EVICTED, "stored once, reclaimed since")
         others = [(n, words) for _, n, words in self._index.namespaces() if n != number]
         for other, words in sorted(others, key=lambda o: o[0])[-MAX_NAMESPACES:]:
-            found = np.flatnonzero(self._index.contains(other, keys)).tolist()
-            if found:
-                answer = (Outcome.MISMATCH, _difference(ns.fingerprint, words))
-                for row in found:
-                    out[row] = answer
+            told = difference(ns.fingerprint, Fingerprint.from_words(words) if words is not None else None)
+            if told is not None:
+                for row in np.flatnonzero(self._index.contains(other, keys)).tolist():
+                    out[row] = (Outcome.MISMATCH, told)
+        for row in np.flatnonzero(self._heat.was_evicted(number, keys)).tolist():
+            out[row] = (Outcome.EVICTED, "stored once, reclaimed since")
         return out
-
-
-def _difference(mine: Fingerprint, words: dict[str, object] | None) -> str:
-    if words is None:
-        return "stored under another fingerprint, which is not known in words"
-    fields = ", ".join(mine.differing_fields(Fingerprint.from_words(words)))
-    return f"stored under another fingerprint; differs in: {fields}"

@@ -105,7 +105,7 @@ class Writer:
         other = np.flatnonzero(found & ~same)
         if len(other):  # a page of another size under this key cannot be what this namespace means
             with self._index.write() as txn:
-                gone = self._index.swap(txn, call.number, [call.keys[r] for r in other], entries[other], None)
+                gone = self._index.swap(txn, call.number, [call.keys[r] for r in other.tolist()], entries[other], None)
                 for segment in entries["segment"][other[gone]].tolist():
                     self._segments.add_live(txn, segment, -1)
         rows = np.flatnonzero(~same)
