@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sglang_hicache_ext.errors import InvariantError
 from sglang_hicache_ext.outcome import Outcome, good_prefix
-from sglang_hicache_ext.ports import Drain
+from sglang_hicache_ext.ports import Drain, Namespace
 
 
 class State(StrEnum):
@@ -50,12 +50,14 @@ class PrefetchRequest:
         pages: whole pages of the span.
         hashes: makes the page hashes of the span, 64 hex digits each; called once, on the query thread.
         anchor: handed to ``PrefixIndex.insert_host`` untouched.
+        ns: where the pages are stored, when not in the pipeline's own namespace.
     """
 
     rid: Any
     pages: int
     hashes: Callable[[], Sequence[str]]
     anchor: Any = None
+    ns: Namespace | None = None
 
 
 @dataclass(frozen=True, slots=True)

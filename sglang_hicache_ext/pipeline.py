@@ -30,6 +30,7 @@ from sglang_hicache_ext.pipeline_workers import Inbox, InFlight, QueryDone, Work
 from sglang_hicache_ext.policy import OperationView, Policy, Verdict, best_effort
 from sglang_hicache_ext.ports import (
     Clock,
+    Drain,
     HostPool,
     Namespace,
     NoRankSync,
@@ -54,6 +55,21 @@ class Poll:
 
     is_ready: bool
     result: PrefetchResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDrain:
+    """Drain of the pages of one prefetch that outlived its pipeline. Owner thread."""
+
+    pipeline: Pipeline
+    slot: Slot
+
+    def is_done(self) -> bool:
+        self.pipeline._take_events()
+        return self.slot.phase == consensus.DRAINED
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.is_done()
 
 
 class Pipeline:
@@ -217,6 +233,13 @@ class Pipeline:
         self._slots = [s for s in self._slots if not s.is_over]
         stuck = self._shop.in_flight.names()
         return [f"{name}: {stuck.get(name, 'ending')}" for name in names]
+
+    def withheld(self) -> list[tuple[NDArray[np.int64], Drain]]:
+        """Host pages that ``close`` did not give back, each with what tells when they are safe. Owner thread."""
+        leases = [(s, s.op.lease) for s in self._slots if s.op.lease is not None and not s.op.lease.is_returned]
+        return [
+            (lease.pages[-lease.draining_pages :], SlotDrain(self, s)) for s, lease in leases if lease.draining_pages
+        ]
 
     # -- pump -------------------------------------------------------------------------------------------------------
 

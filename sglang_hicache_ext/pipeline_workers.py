@@ -149,10 +149,11 @@ class Workshop:
         if len(hashes) != op.request.pages:
             raise InvariantError(f"{len(hashes)} hashes for {op.request.pages} pages")
         keys = [key_bytes(h) for h in hashes]
-        hit = self.store.hit_pages(self.ns, keys, self.hold_s)
+        ns = op.request.ns or self.ns
+        hit = self.store.hit_pages(ns, keys, self.hold_s)
         missing = [
             Outcome.HOLE if o is Outcome.LOADED else o
-            for o in (self.store.why_absent(self.ns, keys[hit:]) if hit < len(keys) else ())
+            for o in (self.store.why_absent(ns, keys[hit:]) if hit < len(keys) else ())
         ]
         return QueryDone(op, hashes, keys, hit, missing)
 
@@ -182,7 +183,8 @@ class Workshop:
     def _read(self, batch: Batch) -> ReadResult:
         job = batch.job
         keys = job.keys[batch.start : batch.stop]
-        return self.store.read(self.ns, keys, job.regions.slice(batch.start, batch.stop), self.read_deadline_s)
+        ns = job.tag.request.ns or self.ns
+        return self.store.read(ns, keys, job.regions.slice(batch.start, batch.stop), self.read_deadline_s)
 
 
 def _failed_query(op: PrefetchOperation, error: Exception) -> QueryDone:

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.errors import ConfigError, HiCacheExtError
 from sglang_hicache_ext.metrics import Metrics
-from sglang_hicache_ext.sglang_adapter import compat, hooks
+from sglang_hicache_ext.sglang_adapter import compat, hooks, pipeline_hook
 from sglang_hicache_ext.sglang_adapter.channel import PoolChannel
 from sglang_hicache_ext.sglang_adapter.epoch import CURRENT
 from sglang_hicache_ext.sglang_adapter.generic import GenericPages
@@ -74,6 +74,8 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         self._close_lock = threading.Lock()
         self._is_closed = False
         hooks.ensure_installed()
+        if self.config.pipeline == "extension":
+            pipeline_hook.install_pipeline_hook()
         self.backend_name = str(extra.get("backend_name", "nvme"))
         self.store = open_named_store(self.backend_name, self.config)
         self._retry = WriteRetry(self.store, self.metrics, self.config.retry_failed_writes)
