@@ -279,3 +279,20 @@ def opening(root: Path, timeout_s: float = OPEN_TIMEOUT_S) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def existing_capacity(root: Path) -> int:
+    """The capacity that the processes on an existing store use, from store.json and the size of heat.bin.
+
+    For tools that come along without a config. Raises ConfigError when there is no store of ours in ``root``.
+    """
+    head = _read_head(root)
+    if head is None:
+        raise ConfigError("no store here: store.json is missing", str(root), "name the first directory of a store")
+    segment_bytes, map_bytes = int(head["segment_bytes"]), int(head["map_bytes"])
+    row = heat_row_bytes(segment_bytes)
+    try:
+        segments = max(0, (root / "heat.bin").stat().st_size - HEAT_FIXED_BYTES) // row
+    except FileNotFoundError:
+        segments = MIN_SEGMENTS * int(head["directories"])
+    return _fixed_bytes(map_bytes) + ALIGN + segments * (segment_bytes + row)

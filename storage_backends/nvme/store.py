@@ -34,6 +34,7 @@ from sglang_hicache_ext.storage_backends.nvme.reinsert import Mover
 from sglang_hicache_ext.storage_backends.nvme.removal import Removal
 from sglang_hicache_ext.storage_backends.nvme.segments import SegmentFiles
 from sglang_hicache_ext.storage_backends.nvme.space import Space
+from sglang_hicache_ext.storage_backends.nvme.survey import Survey
 from sglang_hicache_ext.storage_backends.nvme.writer import WriteCall, Writer
 
 CLOSE_TIMEOUT_S = 5.0
@@ -175,6 +176,14 @@ class NvmeStore:
             after = batch[-1][0]
             for full, value in batch:
                 yield split_key(full)[1], int(np.frombuffer(value, PAGE)["nbytes"][0])
+
+    def survey(self) -> Survey:
+        """Sums and pages per namespace, with age and heat; for tools."""
+        return Survey(self.layout, self._index, self._heat)
+
+    def number_of(self, ns_id: bytes) -> int | None:
+        """The index number of a namespace id that is on disk; None when it is not."""
+        return next((number for i, number, _ in self._index.namespaces() if i == ns_id), None)
 
     # -------------------------------------------------------------------------------------------- questions
 
