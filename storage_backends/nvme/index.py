@@ -31,6 +31,10 @@ PAGE = np.dtype([("segment", "<u4"), ("generation", "<u4"), ("block", "<u4"), ("
 _NO_PAGE = bytes(PAGE.itemsize)
 _NUMBER = struct.Struct(">I")
 _U64 = struct.Struct("<Q")
+TREE_SHARE = 0.7
+"""Of the map, for the pages tree. LMDB copies what a transaction changes, also when it deletes: the rest is for that."""
+BYTES_PER_PAGE = 150
+"""Of the tree, per entry: 76 bytes, and leaves that random inserts and deletes keep about half full."""
 TABLES = (b"pages", b"namespaces", b"segments", b"meta")
 
 
@@ -79,6 +83,9 @@ class Index:
         self._env = self._shared.env
         self._pages = self._shared.tables[b"pages"]
         self._closed = False
+        self._most_pages = int(map_bytes * TREE_SHARE) // BYTES_PER_PAGE
+        self.slice_keys = max(16, min(4096, map_bytes // 4096 // 16))
+        """Most random keys changed in one transaction, so that its copies are a small part of the map."""
 
     # -------------------------------------------------------------------------------------------- transactions
 
@@ -128,7 +135,12 @@ class Index:
         return [get(k, _NO_PAGE) for k in full]
 
     def put_new(self, txn: Any, number: int, keys: Sequence[bytes], entries: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Insert pages that are not there yet; [keys] bool: inserted. A page already there is left alone."""
+        """Insert pages that are not there yet; [keys] bool: inserted. A page already there is left alone.
+
+        Raises lmdb.MapFullError when the index has grown to its limit.
+        """
+        if int(txn.stat(self._pages)["entries"]) > self._most_pages:
+            raise lmdb.MapFullError("the index has grown to its limit")
         prefix = _NUMBER.pack(number)
         raw = entries.tobytes()
         size = PAGE.itemsize

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import stat
 import time
@@ -30,6 +31,8 @@ SMALL_FILES_BYTES = 256 << 10
 MIN_SEGMENTS = 3
 """Per directory: one being written, one kept free for reclaim, one to hold pages."""
 OPEN_TIMEOUT_S = 60.0
+LEFTOVER = re.compile(r"^\..+\.\d+\.[0-9a-f]{8}$")
+"""Names of ``write_atomically``'s temporary files; a killed process leaves one behind."""
 _OURS = {"store.json", "index", "heat.bin", "segments", "namespaces", "open.lock", "live.lock"}
 
 
@@ -124,7 +127,8 @@ def check_directory(path: str) -> Path:
         raise ConfigError("directory is writable by everyone", str(root), f"chmod 700 {root}")
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError("directory is read-only for this user", str(root), "make it writable or choose another path")
-    strange = {e.name for e in os.scandir(root)} - _OURS - {"lost+found"}
+    names = {e.name for e in os.scandir(root) if not LEFTOVER.match(e.name)}
+    strange = names - _OURS - {"lost+found"}
     if strange and not (root / "store.json").exists():
         raise ConfigError(
             f"directory holds something else ({', '.join(sorted(strange)[:3])})", str(root), "use an empty directory"

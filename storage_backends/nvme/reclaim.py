@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,9 +20,6 @@ from sglang_hicache_ext.storage_backends.nvme.layout import Layout
 from sglang_hicache_ext.storage_backends.nvme.segments import Segment, SegmentFiles, State
 from sglang_hicache_ext.storage_backends.nvme.tables import walk
 from sglang_hicache_ext.storage_backends.record import Table
-
-DELETE_SLICE = 2048
-"""Index entries removed per write transaction, so that other writers get their turn."""
 
 Move = Callable[[int, bytes, int, list[bytes], NDArray[np.void]], NDArray[np.void]]
 """(directory, namespace id, its number, keys, old PAGE) -> new PAGE per key, ``nbytes`` 0 where it could not move."""
@@ -39,10 +37,14 @@ class Reclaim:
         self._clock, self._metrics, self._point, self._move = clock, metrics, point, move
 
     def free_one(self, directory: int, may_reinsert: bool) -> bool:
-        """Free one segment of ``directory``; False when every one is open, held or locked."""
-        if self._free_oldest(directory, may_reinsert):
-            return True
-        return bool(self._files.seal_dead()) and self._free_oldest(directory, may_reinsert)
+        """Free one segment of ``directory``; False when every one is open, held or locked, or the index refuses."""
+        try:
+            if self._free_oldest(directory, may_reinsert):
+                return True
+            return bool(self._files.seal_dead()) and self._free_oldest(directory, may_reinsert)
+        except lmdb.Error:
+            self._metrics.add("index_write_errors")
+            return False
 
     def _free_oldest(self, directory: int, may_reinsert: bool) -> bool:
         now = self._clock.now()
@@ -133,8 +135,9 @@ class Reclaim:
             self._files.table.add_live(txn, int(segment), sign * int(count))
 
     def _forget(self, number: int, keys: list[bytes], entries: NDArray[np.void]) -> None:
-        for start in range(0, len(keys), DELETE_SLICE):
-            part, old = keys[start : start + DELETE_SLICE], entries[start : start + DELETE_SLICE]
+        size = self._index.slice_keys
+        for start in range(0, len(keys), size):
+            part, old = keys[start : start + size], entries[start : start + size]
             with self._index.write() as txn:
                 gone = self._index.swap(txn, number, part, old, None)
                 self._count(txn, old[gone], -1)

@@ -25,13 +25,12 @@ from sglang_hicache_ext.keys import NAMESPACE_BYTES
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.page import ALIGN
 from sglang_hicache_ext.storage_backends.nvme.index import PAGE, Index, add_namespace
-from sglang_hicache_ext.storage_backends.nvme.layout import Layout, sync_directory, write_atomically
+from sglang_hicache_ext.storage_backends.nvme.layout import LEFTOVER, Layout, sync_directory, write_atomically
 from sglang_hicache_ext.storage_backends.nvme.prealloc import preallocate
 from sglang_hicache_ext.storage_backends.nvme.segments import Segment, SegmentTable, State, decode_header
 from sglang_hicache_ext.storage_backends.nvme.tables import walk
 
 _SEGMENT_NAME = re.compile(r"^(\d{8})\.seg$")
-_LEFTOVER = re.compile(r"^\..*\.\d+\.[0-9a-f]{8}$")
 _PUT_SLICE = 100_000
 
 
@@ -124,12 +123,16 @@ def segment_files(layout: Layout) -> Iterator[tuple[int, Path]]:
             match = _SEGMENT_NAME.match(entry.name)
             if match and layout.directory_of(int(match[1])) == directory and entry.is_file(follow_symlinks=False):
                 yield int(match[1]), Path(entry.path)
-            elif match or _LEFTOVER.match(entry.name):
+            elif match or LEFTOVER.match(entry.name):
                 os.unlink(entry.path)
 
 
 def reconcile(layout: Layout, index: Index, metrics: Metrics) -> None:
     """Make files and index agree: no orphan file, no row without a file, none beyond the capacity, all of full size."""
+    for folder in (*layout.roots, layout.index_dir, layout.namespace_dir):
+        for entry in list(os.scandir(folder)):
+            if LEFTOVER.match(entry.name):
+                os.unlink(entry.path)
     table = SegmentTable(index)
     rows = {s.number: s for s in table.snapshot()}
     files = dict(segment_files(layout))

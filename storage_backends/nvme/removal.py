@@ -13,8 +13,6 @@ from sglang_hicache_ext.storage_backends.nvme.index import PAGE, Index, split_ke
 from sglang_hicache_ext.storage_backends.nvme.layout import Layout
 from sglang_hicache_ext.storage_backends.nvme.segments import SegmentFiles
 
-SLICE = 4096
-
 
 class Removal:
     """Thread-safe. A reader that is under way keeps its bytes or fails its checksum; both are right."""
@@ -26,8 +24,9 @@ class Removal:
         """Forget ``keys``; returns how many were there."""
         removed = 0
         unique = list(dict.fromkeys(keys))
-        for start in range(0, len(unique), SLICE):
-            part = unique[start : start + SLICE]
+        size = self._index.slice_keys
+        for start in range(0, len(unique), size):
+            part = unique[start : start + size]
             found, entries = self._index.lookup(number, part)
             rows = np.flatnonzero(found)
             there = [part[r] for r in rows.tolist()]
@@ -41,7 +40,7 @@ class Removal:
     def clear(self, number: int | None) -> int:
         """Forget every page of a namespace, or all."""
         removed = 0
-        while batch := self._index.scan(number, limit=SLICE):
+        while batch := self._index.scan(number, limit=self._index.slice_keys):
             pages = self._index.table(b"pages")
             with self._index.write() as txn:
                 gone = [

@@ -54,6 +54,10 @@ class Space:
         self._turn_lock = threading.Lock()
 
     @property
+    def segment_bytes(self) -> int:
+        return self._layout.segment_bytes
+
+    @property
     def directories(self) -> int:
         return len(self._directories)
 

@@ -118,6 +118,10 @@ class Writer:
         """Space for ``rows``: contiguous runs over the directories, each run adjacent on disk."""
         if not len(rows):
             return []
+        if not largest_batch(stride, self._space.segment_bytes):
+            call.codes[rows] = FULL
+            self._metrics.add("pages_larger_than_a_segment", len(rows))
+            return []
         directories = self._space.directories
         per = max(-(-len(rows) // directories), -(-STRIPE_BYTES // stride)) if directories > 1 else len(rows)
         extents: list[Extent] = []
@@ -330,7 +334,15 @@ class Writer:
         entries["digest"] = np.frombuffer(b"".join(call.digests[r] for r in rows.tolist()), "V16")
         return rows, entries
 
-    def _insert(
+    def _insert(self, number: int, keys: list[bytes], entries: NDArray[np.void]) -> NDArray[np.int8]:
+        size = self._index.slice_keys
+        parts = [
+            self._insert_slice(number, keys[at : at + size], entries[at : at + size])
+            for at in range(0, len(keys), size)
+        ]
+        return np.concatenate(parts)
+
+    def _insert_slice(
         self, number: int, keys: list[bytes], entries: NDArray[np.void], retry: bool = True
     ) -> NDArray[np.int8]:
         try:
@@ -343,7 +355,7 @@ class Writer:
         except lmdb.MapFullError:
             self._metrics.add("index_full")
             if retry and self._index_full():
-                return self._insert(number, keys, entries, retry=False)
+                return self._insert_slice(number, keys, entries, retry=False)
         except lmdb.Error as err:
             self._metrics.add("index_write_errors")
             if "space" not in str(err).lower():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.storage_backends.nvme.store import NvmeStore
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 Opener = Callable[..., NvmeStore]
 
