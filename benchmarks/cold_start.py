@@ -35,10 +35,11 @@ class ColdStartError(Exception):
     """Something that must hold does not."""
 
 
-def environment() -> dict[str, str]:
-    """The environment of an engine process: our CPU kit in front, one thread per core and no busy waiting."""
+def environment(is_small: bool) -> dict[str, str]:
+    """The environment of an engine process: our CPU kit in front and no busy waiting; a small model needs one thread."""
     return {
         **os.environ,
+        **({"OMP_NUM_THREADS": "1"} if is_small else {}),
         "PYTHONPATH": str(KIT / "site"),
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "hicache_ext_models_llama",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -97,7 +98,7 @@ def run_engine(options: argparse.Namespace, work: Path, run: str) -> dict[str, A
     }
     result: dict[str, Any] = {"answers": []}
     log = work / f"{run}.log"
-    for line in _lines(job, log, options.limit_s):
+    for line in _lines(job, log, options):
         if "answer" in line:
             result["answers"].append(line["answer"])
             print(
@@ -114,20 +115,22 @@ def run_engine(options: argparse.Namespace, work: Path, run: str) -> dict[str, A
     return result
 
 
-def _lines(job: dict[str, Any], log: Path, limit_s: float) -> Iterator[dict[str, Any]]:
+def _lines(job: dict[str, Any], log: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     command = [sys.executable, str(Path(__file__).with_name("cold_start_engine.py")), json.dumps(job)]
     with open(log, "w") as log_file:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_file, text=True, env=environment())
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log_file, text=True, env=environment(options.smoke)
+        )
         assert child.stdout is not None
         try:
-            deadline = time.monotonic() + limit_s
+            deadline = time.monotonic() + options.limit_s
             for text in child.stdout:
                 if text.startswith("HCX "):
                     yield json.loads(text[4:])
                 else:
                     log_file.write(text)
                 if time.monotonic() > deadline:
-                    raise ColdStartError(f"an engine run took more than {limit_s:.0f} s; see {log}")
+                    raise ColdStartError(f"an engine run took more than {options.limit_s:.0f} s; see {log}")
             child.wait(timeout=60)
         finally:
             child.kill()

@@ -1,24 +1,16 @@
-"""The table of stores that a backend name chooses from. A new store is one row."""
+"""The stores that a backend name chooses from, as SGLang's options see them."""
 
 from __future__ import annotations
-
-import importlib
-from collections.abc import Callable
-from typing import cast
 
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.errors import CapabilityError, ConfigError
 from sglang_hicache_ext.ports import PageStore
+from sglang_hicache_ext.storage_backends import STORES, open_store
 
-Opener = Callable[[HiCacheExtConfig], PageStore]
+TEST_ONLY = frozenset({"memory"})
+"""Reached through ``dynamic`` only: its pages end with the process."""
 
-STORES: dict[str, tuple[str, str]] = {
-    "nvme": ("sglang_hicache_ext.storage_backends.nvme", "open_store"),
-    "memory": ("sglang_hicache_ext.storage_backends.memory", "MemoryStore"),
-}
-"""Backend name -> (module, callable that opens a store from a config). ``memory`` is for tests."""
-
-CLI_NAMES = ("nvme",)
+CLI_NAMES = tuple(sorted(set(STORES) - TEST_ONLY))
 """Names that ``--hicache-storage-backend`` accepts."""
 
 
@@ -30,12 +22,11 @@ def open_named_store(name: str, config: HiCacheExtConfig) -> PageStore:
         CapabilityError: the store's own requirements are not met.
     """
     if name not in STORES:
-        raise ConfigError(f"backend_name is {name!r}", "extra config", f"write one of: {', '.join(map(repr, STORES))}")
-    module, attribute = STORES[name]
+        known = ", ".join(map(repr, sorted(STORES)))
+        raise ConfigError(
+            f"backend_name is {name!r}", "--hicache-storage-backend-extra-config", f"write one of: {known}"
+        )
     try:
-        opener = getattr(importlib.import_module(module), attribute)
+        return open_store(config, name)
     except ImportError as error:
-        raise CapabilityError(
-            f"store {name!r} cannot be loaded: {error}", module, "install its requirements"
-        ) from error
-    return cast(Opener, opener)(config)
+        raise CapabilityError(f"store {name!r} cannot be loaded: {error}", name, "install its requirements") from error

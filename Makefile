@@ -1,0 +1,77 @@
+# Everything runs from a fresh clone: the first target sets up what it needs, stamps in .build keep it from being repeated.
+#
+#   make cold-start   a real SGLang engine starts cold and takes its prefixes from the NVMe store
+#   make test         the tests CI runs            make test-full   the whole matrices
+#   make lint         style, types, layers         make setup       only the environment
+#
+# PYTHON=python3.12 picks an interpreter; TORCH_ARGS="--index-url ..." an index with CPU builds of torch.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+COLD_START_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore $(PY) -m pip --quiet
+STAMPS := .build
+
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: setup cold-start test test-unit test-e2e test-full lint format clean
+.DELETE_ON_ERROR:
+
+setup: $(STAMPS)/package
+
+cold-start: setup
+	$(PY) benchmarks/cold_start.py $(COLD_START_ARGS)
+
+test: test-unit test-e2e
+
+test-unit: setup
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-e2e: setup
+	$(PY) -m pytest -m "e2e and not full and not gpu and not rdma" tests/e2e $(PYTEST_ARGS)
+
+test-full: setup
+	$(PY) -m pytest -m "not gpu and not rdma" $(PYTEST_ARGS)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy sglang_hicache_ext storage_backends
+	$(VENV)/bin/lint-imports
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(STAMPS) build dist *.egg-info
+
+$(STAMPS)/system: requirements/system.sh
+	@mkdir -p $(STAMPS)
+	sh requirements/system.sh
+	@touch $@
+
+$(STAMPS)/venv: $(STAMPS)/system
+	@echo "setup 1/4: environment in $(VENV)"
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	@touch $@
+
+$(STAMPS)/torch: requirements/torch.txt requirements/sglang-cpu.txt $(STAMPS)/venv
+	@echo "setup 2/4: torch"
+	$(PIP) install $(TORCH_ARGS) -r requirements/torch.txt -c requirements/sglang-cpu.txt
+	@touch $@
+
+$(STAMPS)/packages: requirements/sglang-cpu.txt requirements/dev.txt requirements/kvikio.txt requirements/remote.txt $(STAMPS)/torch
+	@echo "setup 3/4: SGLang and the tools of the tests"
+	$(PIP) install --no-deps $(foreach f,sglang-cpu dev kvikio remote,-r requirements/$(f).txt)
+	@touch $@
+
+$(STAMPS)/package: pyproject.toml $(STAMPS)/packages
+	@echo "setup 4/4: this package, editable"
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
