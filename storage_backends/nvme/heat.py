@@ -5,6 +5,7 @@ Losing any of it costs nothing but a better choice, so plain stores into a share
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -95,8 +96,10 @@ class Heat:
         self._history[:] = 0
 
     def close(self) -> None:
-        """Drop the views. The mapping goes when the last of them is gone."""
+        """Unmap; a view still in use elsewhere keeps the memory until it goes."""
         del self._history, self.hold_until, self.marks
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 def _prints(namespace: int, keys: Sequence[bytes]) -> NDArray[np.uint64]:

@@ -136,6 +136,7 @@ class Reader:
             by_segment = np.asarray([handles[s] for s in job.entries["segment"].tolist()], np.int64)
             if (by_segment < 0).any():
                 call.codes[job.rows[by_segment < 0]] = READ_ERROR
+                call.codes[job.rows[by_segment == -errno.ENOENT]] = SHORT
                 self._metrics.add("read_open_errors", int((by_segment < 0).sum()))
                 job = _Rows(job.lane, job.rows[by_segment >= 0], job.entries[by_segment >= 0])
                 by_segment = by_segment[by_segment >= 0]
@@ -245,9 +246,13 @@ class Reader:
         call.codes[bad[~gone]] = EVICTED
 
     def _is_truncated(self, entry: Any) -> bool:
+        """Whether the segment file lacks the page. A whole directory that is gone (an unmounted drive) proves nothing."""
         end = int(entry["block"]) * ALIGN + align_up(int(entry["nbytes"]))
+        path = self._layout.segment_path(int(entry["segment"]))
         try:
-            return os.stat(self._layout.segment_path(int(entry["segment"]))).st_size < end
+            return os.stat(path).st_size < end
+        except FileNotFoundError:
+            return path.parent.is_dir()
         except OSError:
             return False
 
