@@ -249,7 +249,7 @@ class FaultyEngine(_Wrapper):
         rows = plan.iov[plan.iov_start[op] : plan.iov_start[op + 1]]
         if fault is Fault.FLIP:
             addr, nbytes = int(rows[0, 0]), int(rows[0, 1])
-            cell = ctypes.c_uint8.from_address(addr + (self.plan.seed + op) * 97 % nbytes)
+            cell = ctypes.c_uint8.from_address(addr + ((self.plan.seed + op) * 97 + 1) % nbytes)
             cell.value ^= 1 << (op % 8)
         elif fault is Fault.SHORT:
             left = int(rows[:, 1].sum()) // 2

@@ -15,6 +15,7 @@ from sglang_hicache_ext.storage_backends.engines.base import IoPlan, IoResult, O
 from sglang_hicache_ext.storage_backends.engines.file_engine import FileEngine
 from sglang_hicache_ext.storage_backends.engines.files import FileTable, OpenFile
 from sglang_hicache_ext.storage_backends.engines.plans import distinct_files
+from sglang_hicache_ext.storage_backends.engines.posix import PosixEngine
 from sglang_hicache_ext.storage_backends.engines.ring import FLAG_STEPS, Ring, flag_names
 from sglang_hicache_ext.storage_backends.engines.ring_batch import (
     READV_FIXED,
@@ -31,7 +32,8 @@ class IoUringEngine(FileEngine):
     """One ring per calling thread, registered files and host memory where the kernel and the limits allow it.
 
     ``on_done`` and ``on_submitted`` must not raise; when one does, what is in flight is left to the engine, which
-    keeps the plan's owner referenced until it ended.
+    keeps the plan's owner referenced until it ended. A thread that gets no ring later on (descriptors, locked memory)
+    is served by the posix engine, and ``describe`` says so.
 
     Args:
         depth: operations in flight per calling thread.
@@ -62,6 +64,8 @@ class IoUringEngine(FileEngine):
         self._rings = RingPool(depth, call, steps)
         self._lock = threading.Lock()
         self._free_slots = list(range(max(FILE_SLOTS) - 1, 0, -1))
+        self._without_ring = PosixEngine(files=self._files)
+        self._ring_reason = ""
         self._features = self._look(depth, call, steps)
 
     def _look(self, depth: int, call: libc.Syscall, steps: tuple[int, ...]) -> dict[str, Any]:
@@ -104,12 +108,14 @@ class IoUringEngine(FileEngine):
         self, plan: IoPlan, deadline_s: float, is_write: bool, on_done: OnOps | None, on_submitted: OnOps | None
     ) -> IoResult:
         deadline = time.monotonic() + deadline_s
-        held = self._files.acquire(distinct_files(plan))
         try:
             ring = self._rings.acquire()
         except OSError as error:
-            self._files.release(held.values())
-            return IoResult(np.full(len(plan), -(error.errno or errno.EIO), np.int64))
+            self._ring_reason = f"a thread got no ring: {error.strerror}"
+            if is_write:
+                return self._without_ring.write(plan, deadline_s, on_submitted)
+            return self._without_ring.read(plan, deadline_s, on_done)
+        held = self._files.acquire(distinct_files(plan))
         in_flight = 0
         try:
             batch = self._batch(ring, plan, held, is_write)
@@ -143,6 +149,7 @@ class IoUringEngine(FileEngine):
             **self._features,
             "depth": self._depth,
             "rings": self._rings.rings,
+            "ring_reason": self._ring_reason,
             "draining_rings": self._rings.draining,
             "kernel": platform.release(),
         }
@@ -150,6 +157,7 @@ class IoUringEngine(FileEngine):
     def close(self) -> None:
         self._files.close_all()
         self._rings.close(timeout_s=1.0)
+        self._without_ring.close()
         self._memory.close()
 
 

@@ -14,6 +14,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,11 +38,17 @@ with kvikio.CuFile(sys.argv[1], "w+") as file:
     back = numpy.zeros(4096, numpy.uint8)
     assert file.pread(back, 4096, 0).get() == 4096 and (back == page).all()
 """
+_proven = threading.Event()
 _EXTRA = "pip install 'sglang-hicache-ext[gds-cu12]' (or gds-cu13) on a machine with the NVIDIA driver"
 
 
 def try_kvikio(directory: str, timeout_s: float) -> None:
-    """Prove in a child process that kvikio moves a page in ``directory``. Raises CapabilityError with the reason."""
+    """Prove in a child process that kvikio moves a page in ``directory``. Raises CapabilityError with the reason.
+
+    Once it worked, later calls of this process return at once: what can hang is the driver, not the directory.
+    """
+    if _proven.is_set():
+        return
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -61,6 +68,7 @@ def try_kvikio(directory: str, timeout_s: float) -> None:
     if child.returncode != 0:
         reason = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
         raise CapabilityError(f"engine 'kvikio' does not work: {reason}", "engine", _EXTRA)
+    _proven.set()
 
 
 class KvikioEngine(FileEngine):

@@ -35,6 +35,7 @@ class PosixEngine(FileEngine):
         threads: worker threads, shared by all calling threads.
         sync_timeout_s: bound of ``sync``.
         preadv, pwritev: the system calls; tests put faulty ones here.
+        files: open files shared with another engine, which then closes them.
     """
 
     name = "posix"
@@ -47,8 +48,9 @@ class PosixEngine(FileEngine):
         sync_timeout_s: float = 30.0,
         preadv: VectoredCall = libc.preadv,
         pwritev: VectoredCall = libc.pwritev,
+        files: FileTable | None = None,
     ) -> None:
-        super().__init__(FileTable(direct), sync_timeout_s)
+        super().__init__(files or FileTable(direct), sync_timeout_s)
         self._workers = DaemonWorkers(threads, "hicache-posix")
         self._threads = threads
         self._preadv, self._pwritev = preadv, pwritev

@@ -236,7 +236,10 @@ class RingBatch:
 
         Returns positions that completed in full meanwhile.
         """
-        self._withdraw()
+        never_began = TIMED_OUT if error in (-errno.ETIME, -errno.EINTR) else error
+        for user_data in self._ring.withdraw():
+            self.res[user_data - self._user_data] = never_began
+            self.in_flight -= 1
         late = [self._nothing]
         if self.in_flight:
             self._cancel()
@@ -247,15 +250,9 @@ class RingBatch:
                 late.append(self._reap())
         self.res[self.res == -errno.ECANCELED] = TIMED_OUT
         running = self._running()
-        self.res[self.res == _OPEN] = TIMED_OUT if error in (-errno.ETIME, -errno.EINTR) else error
+        self.res[self.res == _OPEN] = never_began
         self.res[running] = PENDING
         return np.concatenate(late)
-
-    def _withdraw(self) -> None:
-        """Operations that are queued but unknown to the kernel never began."""
-        for user_data in self._ring.withdraw():
-            self.res[user_data - self._user_data] = TIMED_OUT
-            self.in_flight -= 1
 
     def _cancel(self) -> None:
         running = self._running()
