@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,13 @@ class Node:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+    metrics_port: int = 0
+
+    def metric(self, name: str) -> float:
+        """A number from the Prometheus page of a master; 0.0 when it has none of that name."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as page:
+            lines = page.read().decode().splitlines()
+        return next((float(x.split()[-1]) for x in lines if x.startswith(f"{name} ")), 0.0)
 
     def send(self, number: int) -> None:
         self.process.send_signal(number)
@@ -151,12 +159,14 @@ class LocalCluster:
         port, metrics = port or free_port(), free_port()
         high_availability = [
             "--enable_ha=true", f"--etcd_endpoints=127.0.0.1:{self._etcd_port}", "--enable_oplog=true",
+            "--oplog_poll_interval_ms=200",
         ] if self.masters > 1 else []  # fmt: skip
         node = self._spawn(
             "mooncake_master", port, "--rpc_address=127.0.0.1", f"--rpc_port={port}", "--metrics_host=127.0.0.1",
             f"--metrics_port={metrics}", f"--default_kv_lease_ttl={self.lease_ms}", f"--client_ttl={self.client_ttl_s}",
             "--rpc_thread_num=2", f"--enable_offload={str(self.offload).lower()}", *high_availability,
         )  # fmt: skip
+        node.metrics_port = metrics
         if self.masters == 1:
             wait_until(lambda: accepts(port), START_TIMEOUT_S, f"mooncake_master, see {node.log}")
         return node
