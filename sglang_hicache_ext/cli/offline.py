@@ -1,0 +1,64 @@
+"""Opening a store that exists, from its directories alone, beside the servers that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sglang_hicache_ext.config import HiCacheExtConfig
+from sglang_hicache_ext.errors import ConfigError
+from sglang_hicache_ext.ports import Namespace
+from sglang_hicache_ext.storage_backends.nvme.layout import existing_capacity
+from sglang_hicache_ext.storage_backends.nvme.store import NvmeStore
+from sglang_hicache_ext.storage_backends.nvme.survey import NamespaceSurvey
+
+
+def existing_config(paths: Sequence[str]) -> HiCacheExtConfig:
+    """The config of the store in ``paths``. Creates nothing. Raises ConfigError: not a directory, not a store of ours."""
+    if not paths:
+        raise ConfigError("no directory given", "command line", "name the directory of a store")
+    for path in paths:
+        if not Path(path).is_dir():
+            raise ConfigError("not a directory", path, "name the directory of a store")
+    return HiCacheExtConfig(path=tuple(paths), capacity=existing_capacity(Path(paths[0])))
+
+
+@contextmanager
+def open_existing(paths: Sequence[str]) -> Iterator[NvmeStore]:
+    """The store in ``paths``; it is only opened, never made. Raises ConfigError, CapabilityError, StoreError."""
+    store = NvmeStore(existing_config(paths))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def pick_namespaces(store: NvmeStore, wanted: str = "") -> list[NamespaceSurvey]:
+    """Namespaces whose id starts with ``wanted`` (hex) or whose fingerprint mentions it; all for "".
+
+    Raises ConfigError when a name was given and nothing matches.
+    """
+    found = [n for n in store.survey().namespaces() if not wanted or _matches(n, wanted)]
+    if wanted and not found:
+        known = ", ".join(n.id.hex()[:8] for n in store.survey().namespaces()) or "none"
+        raise ConfigError(f"no namespace matches {wanted!r}", "command line", f"known ids: {known}")
+    return found
+
+
+def _matches(found: NamespaceSurvey, wanted: str) -> bool:
+    if found.id.hex().startswith(wanted.lower()):
+        return True
+    return any(wanted in str(value) for value in (found.words or {}).values())
+
+
+def handle_of(store: NvmeStore, found: NamespaceSurvey) -> Namespace:
+    """The handle of a surveyed namespace. Raises ConfigError when its fingerprint is not known in words."""
+    for ns in store.namespaces():
+        if ns.id == found.id:
+            return ns
+    raise ConfigError(
+        f"the fingerprint of namespace {found.id.hex()[:8]} is not known in words",
+        "store",
+        "remove it with gc --namespace",
+    )
