@@ -17,17 +17,19 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-KIT = ROOT / "tests" / "sglang_cpu"
-PAGE_TOKENS = 64
+KIT = Path(__file__).resolve().parent.parent / "tests" / "sglang_cpu"
+sys.path.append(str(KIT))
+
+import engine_kit  # noqa: E402
+import models  # noqa: E402
+
+PAGE_TOKENS = engine_kit.PAGE_TOKENS
 RUNS = ("recompute", "write", "read", "corrupt")
 
 
@@ -35,106 +37,34 @@ class ColdStartError(Exception):
     """Something that must hold does not."""
 
 
-def environment(is_small: bool) -> dict[str, str]:
-    """The environment of an engine process: our CPU kit in front and no busy waiting; a small model needs one thread."""
+def job_of(options: argparse.Namespace, work: Path, run: str) -> dict[str, Any]:
+    arguments = engine_kit.engine_arguments(str(work / "model"))
+    if run != "recompute":
+        extra = {"path": str(work / "store"), "capacity": options.capacity, "engine": options.engine}
+        arguments |= engine_kit.storage_arguments("nvme", options.layout, {**extra, "prefetch_threshold": 256})
     return {
-        **os.environ,
-        **({"OMP_NUM_THREADS": "1"} if is_small else {}),
-        "PYTHONPATH": str(KIT / "site"),
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": "hicache_ext_models_llama",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
-
-def engine_arguments(options: argparse.Namespace, work: Path, run: str) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model_path": str(work / "model"),
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "dtype": "bfloat16",
-        "page_size": PAGE_TOKENS,
-        "max_total_tokens": 8192,
-        "context_length": 4096,
-        "chunked_prefill_size": 8192,
-        "max_running_requests": 2,
-        "disable_cuda_graph": True,
-        "disable_overlap_schedule": True,
-        "skip_server_warmup": True,
-        "log_level": "warning",
-        "enable_cache_report": True,
-    }
-    if run == "recompute":
-        return arguments
-    return arguments | {
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 2.0,
-        "hicache_mem_layout": options.layout,
-        "hicache_io_backend": "kernel" if options.layout == "page_first" else "direct",
-        "hicache_write_policy": "write_through",
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend": "nvme",
-        "hicache_storage_backend_extra_config": json.dumps(
-            {
-                "path": str(work / "store"),
-                "capacity": options.capacity,
-                "engine": options.engine,
-                "prefetch_threshold": 256,
-            }
-        ),
+        "engine": arguments,
+        "prompts": options.prompts,
+        "tokens": options.tokens,
+        "new_tokens": options.new_tokens,
+        "expect_written_pages": (options.tokens // PAGE_TOKENS) * options.prompts if run == "write" else 0,
     }
 
 
 def run_engine(options: argparse.Namespace, work: Path, run: str) -> dict[str, Any]:
     """Start one engine, show its progress, return what it said."""
-    pages = (options.tokens // PAGE_TOKENS) * options.prompts if run == "write" else 0
-    job = {
-        "engine": engine_arguments(options, work, run),
-        "prompts": options.prompts,
-        "tokens": options.tokens,
-        "new_tokens": options.new_tokens,
-        "expect_written_pages": pages,
-    }
-    result: dict[str, Any] = {"answers": []}
-    log = work / f"{run}.log"
-    for line in _lines(job, log, options):
+    answers = 0
+
+    def show(line: dict[str, Any]) -> None:
+        nonlocal answers
         if "answer" in line:
-            result["answers"].append(line["answer"])
-            print(
-                f"  {run}: prompt {len(result['answers'])}/{options.prompts}, TTFT {line['answer']['ttft_s']:.2f} s",
-                flush=True,
-            )
+            answers += 1
+            print(f"  {run}: prompt {answers}/{options.prompts}, TTFT {line['answer']['ttft_s']:.2f} s", flush=True)
         elif "up" in line:
             print(f"  {run}: engine up after {line['up']} s", flush=True)
-        result.update({k: v for k, v in line.items() if k != "answer"})
-    if "done" not in result or len(result["answers"]) != options.prompts:
-        raise ColdStartError(
-            f"run {run!r} ended early; the end of {log}:\n" + "\n".join(log.read_text().splitlines()[-25:])
-        )
-    return result
 
-
-def _lines(job: dict[str, Any], log: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    command = [sys.executable, str(Path(__file__).with_name("cold_start_engine.py")), json.dumps(job)]
-    with open(log, "w") as log_file:
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log_file, text=True, env=environment(options.smoke)
-        )
-        assert child.stdout is not None
-        try:
-            deadline = time.monotonic() + options.limit_s
-            for text in child.stdout:
-                if text.startswith("HCX "):
-                    yield json.loads(text[4:])
-                else:
-                    log_file.write(text)
-                if time.monotonic() > deadline:
-                    raise ColdStartError(f"an engine run took more than {options.limit_s:.0f} s; see {log}")
-            child.wait(timeout=60)
-        finally:
-            child.kill()
-            child.wait()
+    kind = "tiny" if options.smoke else "big"
+    return engine_kit.run_engine(job_of(options, work, run), kind, work / f"{run}.log", options.limit_s, show)
 
 
 def flip_bytes(store: Path) -> int:
@@ -209,12 +139,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def demonstrate(options: argparse.Namespace, work: Path) -> dict[str, dict[str, Any]]:
-    sys.path[:0] = [str(KIT)]
-    from models import write_model
-
     kind = "tiny" if options.smoke else "big"
     print(f"writing a random {'4-layer' if options.smoke else '12-layer, hidden 1024'} model", flush=True)
-    write_model(kind, str(work / "model"))
+    models.write_model(kind, str(work / "model"))
     results: dict[str, dict[str, Any]] = {}
     for number, run in enumerate(RUNS, 1):
         if run == "corrupt":
@@ -232,7 +159,7 @@ def main() -> int:
     try:
         results = demonstrate(options, work)
         check(results, options)
-    except ColdStartError as error:
+    except (ColdStartError, engine_kit.EngineError) as error:
         print(f"\nFAILED: {error}", file=sys.stderr)
         return 1
     finally:

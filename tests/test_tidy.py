@@ -34,7 +34,12 @@ def tree(path):
 
 def imports(path):
     """(module, is inside a function) of every absolute import."""
-    inside = {id(n) for f in ast.walk(tree(path)) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in ast.walk(f)}
+    inside = {
+        id(n)
+        for f in ast.walk(tree(path))
+        if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for n in ast.walk(f)
+    }
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, id(node) in inside) for alias in node.names)
@@ -69,7 +74,9 @@ def test_the_core_and_the_stores_import_nothing_above_them():
         core, store = is_core(path), relative(path).startswith("storage_backends/")
         for module, _ in imports(path):
             if core or store:
-                assert not module.startswith(("sglang_hicache_ext.sglang_adapter", "sglang_hicache_ext.cli")), relative(path)
+                assert not module.startswith(("sglang_hicache_ext.sglang_adapter", "sglang_hicache_ext.cli")), relative(
+                    path
+                )
                 assert not module.startswith("sglang_hicache_ext.testing"), relative(path)
             if core:
                 assert not module.startswith("sglang_hicache_ext.storage_backends"), relative(path)
@@ -78,6 +85,11 @@ def test_the_core_and_the_stores_import_nothing_above_them():
 def test_nothing_imports_the_outer_folders_by_their_bare_names():
     for path in sources(*PACKAGES):
         assert not {"storage_backends", "kernels"} & tops(path), relative(path)
+
+
+def is_device_code(node):
+    """A Triton kernel cannot be cut into functions at will."""
+    return any("jit" in ast.unparse(d) for d in node.decorator_list)
 
 
 def docstring_lines(node):
@@ -91,7 +103,7 @@ def test_files_and_functions_stay_small():
         lines = len(path.read_text(encoding="utf-8").splitlines())
         assert lines <= MAX_FILE_LINES, f"{relative(path)} has {lines} lines"
         for node in ast.walk(tree(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_device_code(node):
                 length = node.end_lineno - node.lineno + 1 - docstring_lines(node)
                 assert length <= MAX_FUNCTION_LINES, f"{relative(path)}:{node.lineno} {node.name} has {length} lines"
 
@@ -120,7 +132,9 @@ def test_no_path_of_a_machine_is_written_down():
             assert found is None, f"{relative(path)}: {found.group()}"
 
 
-@pytest.mark.parametrize("module", ["sglang_hicache_ext", "sglang_hicache_ext.config", "sglang_hicache_ext.storage_backends"])
+@pytest.mark.parametrize(
+    "module", ["sglang_hicache_ext", "sglang_hicache_ext.config", "sglang_hicache_ext.storage_backends"]
+)
 def test_importing_the_package_pulls_in_neither_torch_nor_sglang(module):
     code = f"import sys, {module}; assert not {{'torch', 'sglang'}} & set(sys.modules), 'pulled in'"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
@@ -129,7 +143,9 @@ def test_importing_the_package_pulls_in_neither_torch_nor_sglang(module):
 def test_kernels_is_never_ours_from_the_root_of_the_repository():
     assert not (ROOT / "kernels" / "__init__.py").exists()
     code = "import sys; sys.path.insert(0, '.'); import kernels; print(getattr(kernels, '__file__', None))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+    )
     if done.returncode == 0 and done.stdout.strip() != "None":  # PyPI's package is installed: it must be the one found
         assert not done.stdout.strip().startswith(str(ROOT / "kernels")), done.stdout
 
@@ -140,7 +156,9 @@ def test_pypis_kernels_wins_over_the_folder_of_the_same_name(tmp_path):
     (tmp_path / "kernels" / "__init__.py").write_text("ORIGIN = 'pypi'\n")
     code = "import kernels; assert kernels.ORIGIN == 'pypi'"
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60, env={**os.environ, "PYTHONPATH": path})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60, env={**os.environ, "PYTHONPATH": path}
+    )
 
 
 def test_the_plugin_entry_point_can_be_loaded():

@@ -112,10 +112,13 @@ def _facts(args: Any) -> dict[str, str]:
     return {name: str(getattr(args, name)) for name in names if getattr(args, name, None) not in (None, "auto")}
 
 
+@lru_cache(maxsize=16)
 def local_directory(model_path: str, revision: str | None = None) -> str:
     """The directory of a model's files: the path itself, or the local snapshot of a hub name; "" when unknown."""
     if os.path.exists(model_path):
         return model_path
+    if model_path.count("/") > 1 or model_path.startswith((".", "/")):
+        return ""
     try:
         from huggingface_hub import snapshot_download
 
@@ -161,23 +164,23 @@ def _adapters(args: Any) -> str:
 
 
 def _config_hash(args: Any) -> str:
-    if args is None:
-        return ""
+    """Hash of the model config as SGLang resolves it, overrides such as RoPE scaling included. No network."""
+    directory = local_directory(args.model_path, getattr(args, "revision", None)) if args is not None else ""
+    if not directory:
+        return config_hash({"overrides": str(getattr(args, "json_model_override_args", ""))})
     try:
         from sglang.srt.configs.model_config import ModelConfig
 
-        config = ModelConfig.from_server_args(args)
+        config = ModelConfig.from_server_args(args, model_path=directory)
         return config_hash({**config.hf_config.to_dict(), "context_len": getattr(config, "context_len", None)})
     except Exception as error:
         logger.warning("no resolved model config (%s); its file and the overrides stand in for it", error)
-        return _config_file_hash(args)
+        return _config_file_hash(directory, str(getattr(args, "json_model_override_args", "")))
 
 
-def _config_file_hash(args: Any) -> str:
-    overrides = str(getattr(args, "json_model_override_args", ""))
-    path = os.path.join(local_directory(args.model_path), "config.json")
+def _config_file_hash(directory: str, overrides: str) -> str:
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(os.path.join(directory, "config.json"), encoding="utf-8") as f:
             return config_hash({"file": json.load(f), "overrides": overrides})
     except (OSError, ValueError):
         return config_hash({"overrides": overrides})

@@ -108,7 +108,8 @@ def _llama(kind):
     arch = "HicacheExtSwaForCausalLM" if kind == "swa" else "LlamaForCausalLM"
     config = {**COMMON, **shape, "architectures": [arch], "model_type": "llama"}
     if kind == "swa":
-        config |= {"sliding_window": 64}
+        pattern = [1 - i % 2 for i in range(shape["num_hidden_layers"])]
+        config |= {"sliding_window": 64, "is_hybrid_swa": True, "hybrid_layer_pattern": pattern}
     h, q = shape["hidden_size"], shape["num_attention_heads"] * shape["head_dim"]
     kv, i = shape["num_key_value_heads"] * shape["head_dim"], shape["intermediate_size"]
     attention = {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}
