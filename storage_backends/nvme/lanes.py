@@ -38,6 +38,8 @@ class Lane:
         self.engine = engine
         self._layout = layout
         self._limit = limit
+        self.most_files = max(1, limit // 2)
+        """Files one call should ask for at once, so that two calls beside each other can both go on."""
         self._lock = threading.Lock()
         self._handles: OrderedDict[int, _Handle] = OrderedDict()
 

@@ -131,23 +131,40 @@ class Reader:
     # -------------------------------------------------------------------------------------------- one lane
 
     def _read_lane(self, call: ReadCall, job: _Rows) -> list[tuple[list[int], Drain]]:
-        handles = job.lane.acquire(np.unique(job.entries["segment"]).tolist())
+        segments = np.unique(job.entries["segment"])
+        most = job.lane.most_files
+        if len(segments) <= most:
+            return self._read_files(call, job, segments.tolist())
+        moved: list[tuple[list[int], Drain]] = []
+        for start in range(0, len(segments), most):  # more files than may be open at once
+            here = np.isin(job.entries["segment"], segments[start : start + most])
+            part = _Rows(job.lane, job.rows[here], job.entries[here])
+            moved += self._read_files(call, part, segments[start : start + most].tolist())
+        return moved
+
+    def _read_files(self, call: ReadCall, job: _Rows, segments: list[int]) -> list[tuple[list[int], Drain]]:
+        handles = job.lane.acquire(segments)
         try:
-            by_segment = np.asarray([handles[s] for s in job.entries["segment"].tolist()], np.int64)
-            if (by_segment < 0).any():
-                call.codes[job.rows[by_segment < 0]] = READ_ERROR
-                call.codes[job.rows[by_segment == -errno.ENOENT]] = SHORT
-                self._metrics.add("read_open_errors", int((by_segment < 0).sum()))
-                job = _Rows(job.lane, job.rows[by_segment >= 0], job.entries[by_segment >= 0])
-                by_segment = by_segment[by_segment >= 0]
+            table = np.zeros(max(segments) + 1, np.int32)
+            table[segments] = [handles[s] for s in segments]
+            files = table[job.entries["segment"]]
+            if (files < 0).any():
+                job, files = self._opened(call, job, files)
             if not len(job.rows):
                 return []
-            files = by_segment.astype(np.int32)
             if call.regions.is_aligned:
                 return self._read_direct(call, job, files)
             return self._read_bounced(call, job, files)
         finally:
             job.lane.release(handles)
+
+    def _opened(self, call: ReadCall, job: _Rows, files: NDArray[np.int32]) -> tuple[_Rows, NDArray[np.int32]]:
+        """Leave out the pages whose file could not be opened, with their code set."""
+        call.codes[job.rows[files < 0]] = READ_ERROR
+        call.codes[job.rows[files == -errno.ENOENT]] = SHORT
+        self._metrics.add("read_open_errors", int((files < 0).sum()))
+        good = files >= 0
+        return _Rows(job.lane, job.rows[good], job.entries[good]), files[good]
 
     def _read_direct(self, call: ReadCall, job: _Rows, files: NDArray[np.int32]) -> list[tuple[list[int], Drain]]:
         rows = job.rows.tolist()

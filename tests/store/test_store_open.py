@@ -248,9 +248,6 @@ def test_sixty_four_open_files_are_enough(nvme: Opener) -> None:
         every = keys[::7]
         arena = HostArena(len(every), (65536,))
         outcomes = store.read(ns, every, arena.regions).outcomes
-        assert outcomes.count(Outcome.LOADED) > len(every) // 2
-        assert set(outcomes) <= {Outcome.LOADED, Outcome.READ_ERROR}, set(outcomes)
-        small = keys[:16]
-        assert set(store.read(ns, small, arena.regions.slice(0, 16)).outcomes) == {Outcome.LOADED}
+        assert set(outcomes) == {Outcome.LOADED}
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
