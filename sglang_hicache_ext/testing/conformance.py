@@ -338,9 +338,9 @@ def a_closed_store_refuses(sut: StoreUnderTest) -> None:
         lambda: store.write(ns, keys, arena.regions),
         lambda: store.why_absent(ns, keys),
         lambda: store.remove(ns, keys),
-        lambda: store.clear(),
-        lambda: store.flush(),
-        lambda: store.stats(),
+        store.clear,
+        store.flush,
+        store.stats,
     )
     for call in calls:
         try:

@@ -67,7 +67,8 @@ class Heat:
         self.marks[segments, blocks // (GRANULE // ALIGN)] = 1
 
     def was_read(self, segment: int, blocks: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        return self.marks[segment, blocks // (GRANULE // ALIGN)].astype(np.bool_)
+        marked: NDArray[np.bool_] = self.marks[segment, blocks // (GRANULE // ALIGN)] != 0
+        return marked
 
     def hold(self, segments: NDArray[np.uint32], until: float) -> None:
         for segment in np.unique(segments):

@@ -208,7 +208,7 @@ def _read_head(root: Path) -> dict[str, Any] | None:
     except OSError as err:
         raise ConfigError(f"cannot read store.json: {err.strerror}", str(root), "check its owner and mode") from err
     try:
-        head = json.loads(raw) if len(raw) <= 65_536 else None
+        head: dict[str, Any] | None = json.loads(raw) if len(raw) <= 65_536 else None
         version = head["format"] if isinstance(head, dict) and head.get("product") == PRODUCT else None
     except (ValueError, KeyError):
         version = None

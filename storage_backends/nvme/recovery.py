@@ -239,7 +239,7 @@ def _order(keys: NDArray[np.uint8], age: NDArray[np.uint64], block: NDArray[np.u
     """By key as LMDB compares them, equal keys by age."""
     columns = [np.ascontiguousarray(keys[:, a : a + 8]).view(">u8")[:, 0].astype(np.uint64) for a in (28, 20, 12, 4)]
     number = np.ascontiguousarray(keys[:, :4]).view(">u4")[:, 0].astype(np.uint32)
-    return np.lexsort((block, age, *columns, number))
+    return np.lexsort([block.astype(np.uint64), age, *columns, number.astype(np.uint64)])
 
 
 def _append(index: Index, keys: NDArray[np.uint8], pages: NDArray[np.void]) -> None:

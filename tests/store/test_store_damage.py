@@ -94,9 +94,7 @@ def test_a_damaged_table_costs_its_batch_after_a_rebuild_and_nothing_before(
 
 
 @pytest.mark.parametrize("offset", [0, 8, 16, 40, 48, 56])
-def test_a_damaged_segment_header_costs_the_segment_after_a_rebuild(
-    nvme: Opener, written: Path, offset: int
-) -> None:
+def test_a_damaged_segment_header_costs_the_segment_after_a_rebuild(nvme: Opener, written: Path, offset: int) -> None:
     flip(segment_file(written), offset, 4)
     store = nvme()
     assert read_all(store) == [Outcome.LOADED] * N

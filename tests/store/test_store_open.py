@@ -89,9 +89,7 @@ def test_bad_input_is_refused_in_one_message(nvme: Opener, tmp_path: Path, case:
     assert caught.value.where and caught.value.todo, "the message must say where and what to do"
 
 
-def test_a_directory_of_somebody_else_is_refused(
-    nvme: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_somebody_else_is_refused(nvme: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "store")
     monkeypatch.setattr(layout.os, "geteuid", lambda: 4242)
@@ -126,7 +124,7 @@ def test_a_read_only_directory_is_refused_also_for_root(
 def test_other_directories_or_another_order_are_refused(nvme: Opener, tmp_path: Path) -> None:
     paths = [str(tmp_path / n) for n in ("a", "b")]
     nvme(path=paths, capacity="64MiB").close()
-    with pytest.raises(ConfigError, match="another store|directories"):
+    with pytest.raises(ConfigError, match=r"another store|directories"):
         nvme(path=paths[::-1], capacity="64MiB")
     with pytest.raises(ConfigError, match="2 directories"):
         nvme(path=paths[:1], capacity="64MiB")

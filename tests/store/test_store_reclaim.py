@@ -106,9 +106,9 @@ def test_held_pages_survive_and_a_store_full_of_them_refuses(nvme: Opener) -> No
     assert all(set(filler.read(keys)) == {Outcome.LOADED} for keys in kept)
     clock.advance(31.0)
     assert filler.batch()[1] == {WriteOutcome.STORED}
-    assert {o.is_stored for o in store.write(filler.ns, refused, filler.arena.fill(filler.ns.id, refused)).outcomes} == {
-        True
-    }
+    assert {
+        o.is_stored for o in store.write(filler.ns, refused, filler.arena.fill(filler.ns.id, refused)).outcomes
+    } == {True}
 
 
 def test_a_hold_is_seen_by_another_opening_of_the_directory(nvme: Opener) -> None:
