@@ -53,7 +53,9 @@ def test_a_missing_page_is_false_at_its_place_only(node):
     assert node.storage.batch_exists(KEYS) == 2
 
 
-@pytest.mark.parametrize("bad", [None, torch.arange(7), torch.arange(80) + 1, torch.arange(80).flip(0), torch.arange(80) + 10**9])
+@pytest.mark.parametrize(
+    "bad", [None, torch.arange(7), torch.arange(80) + 1, torch.arange(80).flip(0), torch.arange(80) + 10**9]
+)
 def test_host_indices_that_make_no_sense_are_refused_not_followed(node, bad):
     assert node.storage.batch_set_v1(KEYS, bad) == [False] * 5
     assert node.storage.batch_get_v1(KEYS, bad) == [False] * 5

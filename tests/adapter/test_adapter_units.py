@@ -31,9 +31,7 @@ def test_the_fold_lists_exactly_the_prefixes_whose_pages_are_all_there(kv, side,
     n = min(len(kv), len(side))
     kv, side = np.array(kv[:n], bool), np.array(side[:n], bool)
     legal = [
-        p
-        for p in range(1, n + 1)
-        if kv[:p].all() and (side[max(0, p - trailing) : p] if trailing else side[:p]).all()
+        p for p in range(1, n + 1) if kv[:p].all() and (side[max(0, p - trailing) : p] if trailing else side[:p]).all()
     ]
     found = fold(kv, [SidecarPresence("side", trailing, side)])
     assert found.restorable == legal
@@ -193,7 +191,13 @@ def test_kept_pages_are_bounded_in_number_and_bytes():
 
 @pytest.mark.parametrize(
     ("version", "state"),
-    [("0.5.23", "tested"), ("0.5.23.post1", "tested"), ("0.5.22", "expected"), ("0.5.6", "refused"), ("0.6.0", "unknown")],
+    [
+        ("0.5.23", "tested"),
+        ("0.5.23.post1", "tested"),
+        ("0.5.22", "expected"),
+        ("0.5.6", "refused"),
+        ("0.6.0", "unknown"),
+    ],
 )
 def test_the_table_of_versions_has_an_answer_for_each(version, state):
     assert compat.support_of(version).state == state

@@ -15,6 +15,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PAGE_TOKENS = 64
+LIMIT_S = 420
+"""Seconds for one run; generous, because a busy machine takes minutes for what an idle one does in thirty seconds."""
+
 PACKAGES = {"tiny": "llama", "big": "llama", "mla": "mla", "swa": "swa"}
 """Kind of model (models.py) -> package with its one implementation."""
 
@@ -132,7 +135,7 @@ def free_port():
 class Server:
     """``python -m sglang.launch_server`` with the arguments of an engine; a context manager."""
 
-    def __init__(self, arguments, kind, log, limit_s=180, admin_key="admin", **env):
+    def __init__(self, arguments, kind, log, limit_s=LIMIT_S, admin_key="admin", **env):
         self.port, self.log, self.limit_s, self._admin_key = free_port(), Path(log), limit_s, admin_key
         options = ["--host", "127.0.0.1", "--port", str(self.port), "--admin-api-key", admin_key]
         for name, value in arguments.items():
