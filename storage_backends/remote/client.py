@@ -39,6 +39,7 @@ class ObjectClient:
         self._rebuilding: threading.Thread | None = None
         self._restarts = Breaker(clock, threshold=1, first_s=0.5, longest_s=8.0)
         self._is_closed = False
+        self._counted = 0
         self.last_error = ""
         self.rebuild_s = 0.0
         """Seconds the last rebuild took."""
@@ -65,17 +66,26 @@ class ObjectClient:
         if worker is None:
             return None
         lane = worker.pool.lease(deadline, for_write=for_write)
+        self._look_after(worker.pool)
         return None if lane is None else (worker.pool, lane)
 
-    def give_back(self, pool: LanePool, lane: Lane, *, is_clean: bool, for_write: bool = False) -> None:
+    def give_back(
+        self, pool: LanePool, lane: Lane, *, is_clean: bool, for_write: bool = False, settles_by: float = 0.0
+    ) -> None:
         """End a lease; half of the lanes quarantined condemns the worker."""
-        pool.give_back(lane, is_clean=is_clean, for_write=for_write)
-        if is_clean:
-            return
-        self._metrics.add("remote_quarantined_lanes")
+        pool.give_back(lane, is_clean=is_clean, for_write=for_write, settles_by=settles_by)
+        if not is_clean:
+            self._look_after(pool)
+
+    def _look_after(self, pool: LanePool) -> None:
         worker = self._worker
         if worker is None or worker.pool is not pool:
             return  # an earlier life, given up already
+        with self._lock:
+            fresh = pool.quarantined - self._counted
+            self._counted = pool.quarantined
+        if fresh:
+            self._metrics.add("remote_quarantined_lanes", fresh)
         if not worker.is_alive():
             self.condemn(worker, "the worker ended")
         elif pool.quarantined * 2 >= pool.quarantined + pool.usable_lanes:
@@ -98,7 +108,7 @@ class ObjectClient:
         with self._lock:
             if self._worker is not worker or self._is_closed:
                 return
-            self._worker = None
+            self._worker, self._counted = None, 0
             self.last_error = reason
             self._metrics.add("remote_rebuilds")
             self._metrics.set("remote_up", 0)

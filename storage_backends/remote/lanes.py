@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+from sglang_hicache_ext.storage_backends.remote.engine import NEVER_STARTED
 from sglang_hicache_ext.storage_backends.remote.ring import Ring
 from sglang_hicache_ext.storage_backends.remote.worker import MAX_MESSAGE
 
@@ -26,16 +27,18 @@ class Lane:
     Attributes:
         ring: keeps the memory mapped while the lane is in use.
         halves: offsets of its two halves; empty for a control lane.
+        is_tainted: a late reply told of an error after which bytes may still move.
     """
 
     def __init__(self, sock: socket.socket, ring: Ring, halves: tuple[int, ...], *, is_control: bool = False) -> None:
         self.sock, self.ring, self.halves, self.is_control = sock, ring, halves, is_control
         self._next_id = 0
         self._owed: set[int] = set()
+        self.is_tainted = False
 
     @property
     def is_owed(self) -> bool:
-        """True while a reply is missing; a control lane is usable again once the late reply has been thrown away."""
+        """True while a reply is missing. Late replies are taken off the socket and thrown away, errors remembered."""
         while self._owed:
             try:
                 raw = self.sock.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
@@ -45,7 +48,12 @@ class Lane:
                 return True
             if not raw:
                 return True
-            self._owed.discard(json.loads(raw)["id"])
+            reply = json.loads(raw)
+            self._owed.discard(reply["id"])
+            codes = reply.get("codes")
+            self.is_tainted |= codes is None or (
+                isinstance(codes, list) and any(isinstance(c, int) and c < 0 and c not in NEVER_STARTED for c in codes)
+            )
         return False
 
     def send(self, op: str, *args: Any) -> int:
@@ -90,6 +98,7 @@ class LanePool:
     def __init__(self, data: list[Lane], control: list[Lane]) -> None:
         self._changed = threading.Condition()
         self._data, self._control = list(data), list(control)
+        self._busy: list[tuple[float, Lane]] = []
         self._all = (*data, *control)
         self._data_lanes = len(data)
         self._leased: set[Lane] = set()
@@ -105,6 +114,7 @@ class LanePool:
         """A data lane, or None at ``deadline`` or when the pool is closed."""
         with self._changed:
             while not self._is_closed:
+                self._settle()
                 if self._data and not (for_write and self._writers and self._writers >= self.usable_lanes // 2):
                     self._writers += for_write
                     lane = self._data.pop()
@@ -113,11 +123,24 @@ class LanePool:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self.usable_lanes:
                     return None
-                self._changed.wait(left)
+                self._changed.wait(min(left, 0.05) if self._busy else left)
         return None
 
-    def give_back(self, lane: Lane, *, is_clean: bool, for_write: bool = False) -> None:
-        """End a lease. A lane that is not clean is quarantined for the rest of this worker's life."""
+    def _settle(self) -> None:
+        """Look after busy lanes: usable again when all replies came in time and well, else quarantined."""
+        still_busy = []
+        for settles_by, lane in self._busy:
+            if not lane.is_owed and not lane.is_tainted:
+                self._data.append(lane)
+            elif lane.is_tainted or time.monotonic() >= settles_by:
+                self.quarantined += 1
+            else:
+                still_busy.append((settles_by, lane))
+        self._busy = still_busy
+
+    def give_back(self, lane: Lane, *, is_clean: bool, for_write: bool = False, settles_by: float = 0.0) -> None:
+        """End a lease. A lane that is not clean is quarantined for the rest of this worker's life, unless what is in
+        flight on it still has time until ``settles_by`` (time.monotonic) and then ends well."""
         with self._changed:
             self._leased.discard(lane)
             self._writers -= for_write
@@ -125,6 +148,9 @@ class LanePool:
                 lane.sock.close()
             elif is_clean and not lane.is_owed:
                 self._data.append(lane)
+            elif settles_by and not lane.is_tainted:
+                self._busy.append((settles_by, lane))
+                self._settle()
             else:
                 self.quarantined += 1
             self._changed.notify_all()

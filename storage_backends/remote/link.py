@@ -100,11 +100,11 @@ class Link:
         if self.backend.failure():
             self.metrics.add("remote_breaker_opened")
 
-    def exist(self, names: Sequence[str]) -> list[bool] | None:
+    def exist(self, names: Sequence[str], timeout_s: float | None = None) -> list[bool] | None:
         """Which names are in the store; None when it cannot be asked."""
         found: list[bool] = []
         for start in range(0, len(names), NAMES_PER_ASK):
-            codes = self.ask("exist", list(names[start : start + NAMES_PER_ASK]))
+            codes = self.ask("exist", list(names[start : start + NAMES_PER_ASK]), timeout_s=timeout_s)
             if codes is None:
                 return None
             found += [c == 1 for c in codes]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sglang_hicache_ext.outcome import Outcome
 from sglang_hicache_ext.page import Regions
 from sglang_hicache_ext.ports import Namespace, ReadResult
+from sglang_hicache_ext.storage_backends.remote.absence import classify
 from sglang_hicache_ext.storage_backends.remote.link import Link
 from sglang_hicache_ext.storage_backends.remote.transfer import Limits, PageJob, read_pages
 
@@ -14,7 +15,10 @@ PROBE_S = 0.5
 """A node that was shut off gets this long to show that it is well again."""
 
 
-def read(link: Link, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None) -> ReadResult:
+def read(
+    link: Link, ns: Namespace, others: Sequence[Namespace], keys: Sequence[bytes], regions: Regions,
+    deadline_s: float | None,
+) -> ReadResult:  # fmt: skip
     """Read pages through the staging ring. Host pages are written by this thread (and its copiers) only."""
     names = link.names.names(ns.id, list(keys))
     out: list[Outcome | None] = [None] * len(keys)
@@ -26,6 +30,9 @@ def read(link: Link, ns: Namespace, keys: Sequence[bytes], regions: Regions, dea
         job = PageJob(ns.id, keys, names, regions)
         _transfer(link, job, rows, link.limits(len(rows), deadline_s, link.read_gate), out)
         _after(link, job, rows, out)
+        absent = [r for r in rows if out[r] is Outcome.ABSENT]
+        for row, (outcome, _) in zip(absent, classify(link, ns, others, [keys[r] for r in absent]), strict=True):
+            out[row] = outcome
     outcomes = tuple(o if o is not None else Outcome.READ_ERROR for o in out)
     return ReadResult(outcomes)
 
@@ -72,7 +79,7 @@ def _transfer(link: Link, job: PageJob, rows: list[int], limits: Limits, out: li
         job.is_clean = False  # whatever it was, the lane's memory is not known to be still
         raise
     finally:
-        link.client.give_back(pool, lane, is_clean=job.is_clean)
+        link.client.give_back(pool, lane, is_clean=job.is_clean, settles_by=job.settles_by)
 
 
 def _split_by_peer(link: Link, job: PageJob, rows: list[int], out: list[Outcome | None]) -> tuple[list[int], list[int]]:
@@ -110,6 +117,3 @@ def _after(link: Link, job: PageJob, rows: Sequence[int], out: list[Outcome | No
         link.negative.add(corrupt)
         if link.ask("remove", corrupt) is not None:
             link.metrics.add("remote_removed_pages", len(corrupt))
-    for r in rows:
-        if out[r] is Outcome.ABSENT and job.names[r] in link.history:
-            out[r] = Outcome.EVICTED

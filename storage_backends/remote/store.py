@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from sglang_hicache_ext.outcome import Outcome, WriteOutcome
 from sglang_hicache_ext.page import Regions
 from sglang_hicache_ext.ports import Clock, Namespace, ReadResult, StoreStats, SystemClock, WriteResult
 from sglang_hicache_ext.storage_backends.remote import capability, reading, writing
+from sglang_hicache_ext.storage_backends.remote.absence import classify
 from sglang_hicache_ext.storage_backends.remote.client import ObjectClient
 from sglang_hicache_ext.storage_backends.remote.handshake import WrongSecretError, shake_hands
 from sglang_hicache_ext.storage_backends.remote.link import Link
@@ -38,8 +40,6 @@ from sglang_hicache_ext.storage_backends.remote.transfer import Gate
 from sglang_hicache_ext.storage_backends.remote.wire import ObjectNames
 
 logger = logging.getLogger(__name__)
-OTHER_NAMESPACES = 8
-"""Namespaces of this process that are looked into before a page counts as absent."""
 
 
 class RemoteStore:
@@ -133,6 +133,11 @@ class RemoteStore:
         with self._lock:
             return self._namespaces.setdefault(ns.id, ns)
 
+    def namespaces(self) -> list[Namespace]:
+        """Every namespace registered with this process, the oldest first."""
+        with self._lock:
+            return list(self._namespaces.values())
+
     def contains(self, ns: Namespace, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """One query per NAMES_PER_ASK keys, answered by the master's memory. False for all when it cannot be asked."""
         self._check_open()
@@ -164,7 +169,9 @@ class RemoteStore:
     ) -> ReadResult:
         """Read pages; without ``deadline_s`` each 128 pages have ``remote_deadline_s``. Never leaves a page draining."""
         self._check_call(keys, regions)
-        result = reading.read(self._link, ns, keys, regions, deadline_s)
+        started = time.monotonic()
+        result = reading.read(self._link, ns, self.namespaces(), keys, regions, deadline_s)
+        self.metrics.observe("read_batch_seconds", time.monotonic() - started)
         self.metrics.pages(result.outcomes)
         self.metrics.add("read_bytes", sum(o is Outcome.LOADED for o in result.outcomes) * regions.page_bytes)
         return result
@@ -174,25 +181,26 @@ class RemoteStore:
     ) -> WriteResult:
         """Write pages; FULL while the pool has no room, at once and without a copy while backing off."""
         self._check_call(keys, regions)
+        started = time.monotonic()
         result = writing.write(self._link, ns, keys, regions, deadline_s)
+        self.metrics.observe("write_batch_seconds", time.monotonic() - started)
         self.metrics.writes(result.outcomes)
         self.metrics.add("written_bytes", result.outcomes.count(WriteOutcome.STORED) * regions.page_bytes)
         return result
 
     def why_absent(self, ns: Namespace, keys: Sequence[bytes]) -> tuple[Outcome, ...]:
         """ABSENT, EVICTED (this process saw it), MISMATCH (under another namespace of this process) or LOADED."""
+        return tuple(outcome for outcome, _ in self.explain(ns, keys))
+
+    def explain(self, ns: Namespace, keys: Sequence[bytes]) -> list[tuple[Outcome, str]]:
+        """``why_absent`` with one sentence per key; a MISMATCH names the differing fields."""
         self._check_open()
-        names = self._names.names(ns.id, list(keys))
-        out = [Outcome.LOADED if f else Outcome.ABSENT for f in self._present(names)]
-        with self._lock:
-            others = [o for o in self._namespaces.values() if o.id != ns.id][:OTHER_NAMESPACES]
-        for other in others:
-            rows = [i for i, o in enumerate(out) if o is Outcome.ABSENT]
-            found = self._link.exist(self._names.names(other.id, [keys[i] for i in rows])) if rows else None
-            for i, is_there in zip(rows, found or (), strict=False):
-                out[i] = Outcome.MISMATCH if is_there else out[i]
-        gone = [i for i, o in enumerate(out) if o is Outcome.ABSENT and names[i] in self._link.history]
-        return tuple(Outcome.EVICTED if i in gone else o for i, o in enumerate(out))
+        out = [(Outcome.LOADED, "present")] * len(keys)
+        rows = [i for i, f in enumerate(self._present(self._names.names(ns.id, list(keys)))) if not f]
+        told = classify(self._link, ns, self.namespaces(), [keys[i] for i in rows])
+        for row, answer in zip(rows, told, strict=True):
+            out[row] = answer
+        return out
 
     def remove(self, ns: Namespace, keys: Sequence[bytes]) -> int:
         self._check_open()
@@ -204,8 +212,7 @@ class RemoteStore:
     def clear(self, ns: Namespace | None = None) -> int:
         """Forget the pages of ``ns``, or of every namespace registered with this process. Other tenants' pages stay."""
         self._check_open()
-        with self._lock:
-            targets = [ns] if ns is not None else list(self._namespaces.values())
+        targets = [ns] if ns is not None else self.namespaces()
         counts = [self._link.ask("remove_prefix", self._names.prefix(t.id), timeout_s=30.0) for t in targets]
         self._link.history.clear()
         return sum(c for c in counts if c is not None and c > 0)

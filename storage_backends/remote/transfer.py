@@ -35,6 +35,7 @@ class PageJob:
         late, failed: positions that ran past the deadline; that failed in a way that may still move bytes.
         backend_failed: the master did not answer, or the worker ended.
         is_clean: False once anything may still move bytes in the lane's memory.
+        settles_by: when not 0.0, the lane is only busy: what is in flight on it may take until then (time.monotonic).
     """
 
     namespace: bytes
@@ -45,6 +46,7 @@ class PageJob:
     failed: list[int] = field(default_factory=list)
     backend_failed: bool = False
     is_clean: bool = True
+    settles_by: float = 0.0
 
     def __post_init__(self) -> None:
         self.payload_bytes = self.regions.page_bytes
@@ -100,50 +102,86 @@ class Limits:
     batch_pages: int
     gate: Gate | None = None
 
-    def next_deadline(self) -> float:
-        return min(self.deadline, time.monotonic() + self.transfer_s)
-
     def admits(self, nbytes: int) -> bool:
         if self.gate is not None and not self.gate(nbytes, self.deadline):
             return False
         return time.monotonic() < self.deadline
 
 
+@dataclass
+class _Flight:
+    """One batch on its way: wait for it until ``wait_until``; past ``settles_by`` it counts as hung."""
+
+    number: int
+    wait_until: float
+    settles_by: float
+    half: int
+    batch: Sequence[int]
+
+
+def _pump(
+    job: PageJob, rows: Sequence[int], lane: Lane, limits: Limits, op: str,
+    stage: Callable[[Sequence[int], int], None] | None, land: Callable[[Sequence[int], int, list[int]], bool],
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Send ``rows`` in batches, one in each half of the lane, and ``land`` the replies in order.
+
+    Args:
+        stage: fills a half before its batch is sent.
+        land: takes a batch, its half and its codes; False stops further sending.
+
+    Returns:
+        Rows that were never sent, and rows whose reply did not come; ``job`` says what that means for the lane.
+    """
+    todo = deque(job.batches(rows, lane, limits.batch_pages))
+    flying: deque[_Flight] = deque()
+    free = deque(lane.halves)
+    go_on = True
+    try:
+        while todo or flying:
+            while todo and free and go_on and limits.admits(len(todo[0]) * job.object_bytes):
+                batch, half = todo.popleft(), free.popleft()
+                if stage is not None:
+                    stage(batch, half)
+                names, sizes = [job.names[r] for r in batch], [job.object_bytes] * len(batch)
+                number = lane.send(op, names, job.offsets(half, len(batch)), sizes)
+                settles_by = time.monotonic() + limits.transfer_s
+                flying.append(_Flight(number, min(limits.deadline, settles_by), settles_by, half, batch))
+            if not flying:
+                break
+            first = flying[0]
+            codes = lane.receive(first.number, first.wait_until)
+            flying.popleft()
+            go_on = land(first.batch, first.half, codes) and go_on
+            free.append(first.half)
+    except (LateError, WorkerGoneError) as error:
+        job.is_clean = False
+        job.backend_failed = job.backend_failed or isinstance(error, WorkerGoneError)
+        if isinstance(error, LateError) and flying and time.monotonic() < flying[0].settles_by:
+            job.settles_by = flying[-1].settles_by  # the caller's time is up, the transfer's is not
+    return [r for batch in todo for r in batch], [r for f in flying for r in f.batch]
+
+
 def read_pages(
     job: PageJob, rows: Sequence[int], lane: Lane, limits: Limits, copier: Copier, out: list[Outcome | None]
 ) -> None:
     """Read pages ``rows`` of ``job`` through ``lane`` and set their outcomes; never raises for them."""
-    todo = deque(job.batches(rows, lane, limits.batch_pages))
-    flying: deque[tuple[int, float, int, Sequence[int]]] = deque()
-    free = deque(lane.halves)
-    try:
-        while todo or flying:
-            while todo and free and limits.admits(len(todo[0]) * job.object_bytes):
-                batch, half = todo.popleft(), free.popleft()
-                names, offsets = [job.names[r] for r in batch], job.offsets(half, len(batch))
-                number = lane.send("get", names, offsets, [job.object_bytes] * len(batch))
-                flying.append((number, limits.next_deadline(), half, batch))
-            if not flying:
-                break
-            number, deadline, half, batch = flying[0]
-            codes = lane.receive(number, deadline)
-            flying.popleft()
-            _deliver(job, batch, codes, lane, half, copier, out)
-            free.append(half)
-    except (LateError, WorkerGoneError) as error:
-        _give_up(job, [r for _, _, _, batch in flying for r in batch], error, out)
-    for batch in todo:  # not sent: nothing moves for them
-        for row in batch:
-            out[row] = Outcome.LATE if not job.backend_failed else Outcome.READ_ERROR
+
+    def land(batch: Sequence[int], half: int, codes: list[int]) -> bool:
+        _deliver(job, batch, codes, lane, half, copier, out)
+        return True
+
+    unsent, stranded = _pump(job, rows, lane, limits, "get", None, land)
+    _note(job, stranded)
+    for row in [*unsent, *stranded]:
+        out[row] = Outcome.READ_ERROR if job.backend_failed else Outcome.LATE
 
 
-def _give_up(job: PageJob, rows: list[int], error: Exception, out: list[Outcome | None]) -> None:
-    job.is_clean = False
-    is_late = isinstance(error, LateError)
-    job.backend_failed = job.backend_failed or not is_late
-    (job.late if is_late else job.failed).extend(rows)
-    for row in rows:
-        out[row] = Outcome.LATE if is_late else Outcome.READ_ERROR
+def _note(job: PageJob, stranded: list[int]) -> None:
+    """Blame the pages that are stranded, unless only the caller was in a hurry."""
+    if job.backend_failed:
+        job.failed.extend(stranded)
+    elif not job.settles_by:
+        job.late.extend(stranded)
 
 
 def _deliver(
@@ -192,37 +230,22 @@ def write_pages(
     job: PageJob, rows: Sequence[int], lane: Lane, limits: Limits, copier: Copier, out: list[WriteOutcome | None]
 ) -> None:
     """Write pages ``rows`` of ``job`` through ``lane`` and set their outcomes; stops at the first refusal for space."""
-    todo = deque(job.batches(rows, lane, limits.batch_pages))
-    flying: deque[tuple[int, float, int, Sequence[int]]] = deque()
-    free = deque(lane.halves)
-    is_full = False
-    try:
-        while todo or flying:
-            while todo and free and not is_full and limits.admits(len(todo[0]) * job.object_bytes):
-                batch, half = todo.popleft(), free.popleft()
-                _stage(job, batch, lane, half, copier)
-                offsets = job.offsets(half, len(batch))
-                number = lane.send("put", [job.names[r] for r in batch], offsets, [job.object_bytes] * len(batch))
-                flying.append((number, limits.next_deadline(), half, batch))
-            if not flying:
-                break
-            number, deadline, half, batch = flying[0]
-            codes = lane.receive(number, deadline)
-            flying.popleft()
-            for row, code in zip(batch, codes, strict=True):
-                out[row] = _written(job, row, code)
-                is_full = is_full or code == NO_SPACE
-            free.append(half)
-    except (LateError, WorkerGoneError) as error:
-        job.is_clean = False
-        job.backend_failed = isinstance(error, WorkerGoneError)
-        rest = [r for _, _, _, batch in flying for r in batch]
-        (job.failed if job.backend_failed else job.late).extend(rest)
-        for row in rest:
-            out[row] = WriteOutcome.WRITE_ERROR if job.backend_failed else WriteOutcome.LATE
-    for batch in todo:
-        for row in batch:
-            out[row] = WriteOutcome.FULL if is_full else WriteOutcome.LATE
+
+    def stage(batch: Sequence[int], half: int) -> None:
+        _stage(job, batch, lane, half, copier)
+
+    def land(batch: Sequence[int], half: int, codes: list[int]) -> bool:
+        for row, code in zip(batch, codes, strict=True):
+            out[row] = _written(job, row, code)
+        return NO_SPACE not in codes
+
+    unsent, stranded = _pump(job, rows, lane, limits, "put", stage, land)
+    _note(job, stranded)
+    for row in [*unsent, *stranded]:
+        out[row] = WriteOutcome.WRITE_ERROR if job.backend_failed else WriteOutcome.LATE
+    if WriteOutcome.FULL in out:
+        for row in unsent:
+            out[row] = WriteOutcome.FULL
 
 
 def _stage(job: PageJob, batch: Sequence[int], lane: Lane, half: int, copier: Copier) -> None:

@@ -24,8 +24,7 @@ def write(link: Link, ns: Namespace, keys: Sequence[bytes], regions: Regions, de
         job = PageJob(ns.id, keys, names, regions)
         _transfer(link, job, rows, deadline_s, out)
         _after(link, job, rows, out)
-    first = {name: out[i] for i, name in reversed(list(enumerate(names))) if out[i] is not None}
-    return WriteResult(tuple(o or first.get(names[i]) or WriteOutcome.WRITE_ERROR for i, o in enumerate(out)))
+    return WriteResult(_with_twins(names, out))
 
 
 def _mark_present(link: Link, names: Sequence[str], out: list[WriteOutcome | None]) -> None:
@@ -44,6 +43,13 @@ def _first_of_each(names: Sequence[str], out: Sequence[WriteOutcome | None]) -> 
         if out[i] is None:
             first.setdefault(name, i)
     return list(first.values())
+
+
+def _with_twins(names: Sequence[str], out: Sequence[WriteOutcome | None]) -> tuple[WriteOutcome, ...]:
+    """Give the later rows of a name the outcome of its first; PRESENT where that one was stored."""
+    first = {name: o for name, o in zip(reversed(names), reversed(out), strict=True) if o is not None}
+    told = {**first, **{name: WriteOutcome.PRESENT for name, o in first.items() if o is WriteOutcome.STORED}}
+    return tuple(o if o is not None else told.get(n, WriteOutcome.WRITE_ERROR) for n, o in zip(names, out, strict=True))
 
 
 def _set_all(out: list[WriteOutcome | None], rows: Sequence[int], outcome: WriteOutcome) -> list[int]:
@@ -71,7 +77,7 @@ def _transfer(
         job.is_clean = False
         raise
     finally:
-        link.client.give_back(pool, lane, is_clean=job.is_clean, for_write=True)
+        link.client.give_back(pool, lane, is_clean=job.is_clean, for_write=True, settles_by=job.settles_by)
 
 
 def _after(link: Link, job: PageJob, rows: Sequence[int], out: Sequence[WriteOutcome | None]) -> None:

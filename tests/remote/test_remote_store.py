@@ -192,6 +192,40 @@ def test_a_stuck_in_process_worker_is_not_reported_as_ended(fake_store: Make, pa
     assert worker.kill(5.0)
 
 
+def test_a_caller_in_a_hurry_does_not_cost_a_lane(fake_store: Make, pages: MakePages) -> None:
+    store, p = fake_store(remote_lanes=2, remote_deadline_s=10.0), pages(4)
+    ns, engine, names = written(store, p)
+    worker = store._link.client._worker
+    assert worker is not None
+    engine.hanging.update(names)
+    for _ in range(2):  # both lanes are busy now
+        assert set(store.read(ns, p.keys, p.target_regions, 0.02).outcomes) == {Outcome.LATE}
+    assert store.hit_pages(ns, p.keys) == 4, "nobody is blamed for it"
+    engine.resume.set()
+    assert set(store.read(ns, p.keys, p.target_regions, 5.0).outcomes) == {Outcome.LOADED}
+    assert worker.pool.quarantined == 0 and store._link.client._worker is worker
+
+
+def test_a_busy_lane_whose_late_reply_is_an_error_is_quarantined(fake_store: Make, pages: MakePages) -> None:
+    store, p = fake_store(remote_lanes=4, remote_deadline_s=10.0), pages(4)
+    ns, engine, names = written(store, p)
+    worker = store._link.client._worker
+    assert worker is not None
+    engine.hanging.update(names)
+    engine.failing.update(names)
+    store.read(ns, p.keys, p.target_regions, 0.02)
+    engine.resume.set()
+    wait_for(lambda: _settled(store, worker), "the lane is quarantined")
+    assert worker.pool.quarantined == 1
+
+
+def _settled(store: RemoteStore, worker: Any) -> bool:
+    lease = store._link.client.lease(time.monotonic() + 1.0)
+    if lease is not None:
+        store._link.client.give_back(*lease, is_clean=True)
+    return bool(worker.pool.quarantined)
+
+
 def test_a_full_pool_refuses_puts_at_once_while_reads_go_on(fake_store: Make, pages: MakePages) -> None:
     clock = Hand()
     store, p, more = fake_store(clock=clock), pages(4), pages(8, seed=1)
@@ -290,11 +324,11 @@ def test_a_half_open_breaker_is_probed_by_a_read_with_a_query_first(fake_store: 
     assert set(store.read(ns, p.keys, p.target_regions).outcomes) == {Outcome.LOADED}
 
 
-def test_a_key_given_twice_is_put_once_and_both_rows_share_the_outcome(fake_store: Make, pages: MakePages) -> None:
+def test_a_key_given_twice_is_one_page(fake_store: Make, pages: MakePages) -> None:
     store, p = fake_store(), pages(2)
     ns = store.namespace(p.fingerprint)
     keys = [p.keys[0], p.keys[0]]
-    assert store.write(ns, keys, p.source_regions).outcomes == (WriteOutcome.STORED,) * 2
+    assert store.write(ns, keys, p.source_regions).outcomes == (WriteOutcome.STORED, WriteOutcome.PRESENT)
     engine = FakeEngine.latest
     assert engine is not None and sum(map(len, engine.puts)) == 2  # the tenant's proof, and one page
     assert store.read(ns, keys, p.target_regions).outcomes == (Outcome.LOADED,) * 2
