@@ -195,8 +195,12 @@ class Node:
         until(lambda: not self.tree.ongoing_prefetch, "the end of the prefetch", self.tree.check_hicache_events)
         return self.tree.pop_prefetch_loaded_tokens(handle)
 
-    def differing_buffers(self, tokens, seed=0):
-        """Load ``tokens`` from host to device; returns the numbers of buffers whose bytes are not those of ``seed``."""
+    def differing_buffers(self, tokens, seed=0, produced=None):
+        """Load ``tokens`` from host to device; returns the numbers of buffers whose bytes are not those of ``seed``.
+
+        Args:
+            produced: how many tokens ``produce`` got, when ``tokens`` is a prefix of them.
+        """
         match = self.match(tokens)
         assert match.host_hit_length == len(tokens), (match.host_hit_length, len(tokens))
         assert self.tree.load_back(match.best_match_node)
@@ -204,11 +208,13 @@ class Node:
         self.tree.loading_check()
         slots = self.tree.path_device_indices(self.match(tokens).last_device_node)
         assert len(slots) == len(tokens)
-        return [
-            number
-            for number, (buffer, rows) in enumerate(self.buffers(slots))
-            if not torch.equal(as_bytes(buffer[rows]), as_bytes(random_like(buffer, len(rows), seed, number)))
-        ]
+        differing = []
+        for number, (buffer, rows) in enumerate(self.buffers(slots)):
+            all_rows = len(rows) * (produced or len(tokens)) // len(tokens)
+            expected = random_like(buffer, all_rows, seed, number)[: len(rows)]
+            if not torch.equal(as_bytes(buffer[rows]), as_bytes(expected)):
+                differing.append(number)
+        return differing
 
     def attach(self):
         reply = self.tree.attach_storage_backend(
