@@ -9,6 +9,7 @@ page before it is there. A stamp over the order of the operations proves that th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,7 @@ RUNNING, ARRIVED, DRAINED = 0, 1, 2
 """Phase of an operation's I/O: pages may still come; no more will come; no I/O can touch its host pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """One operation as one rank sees it, or after the minimum as all ranks agree.
 
     Attributes:
@@ -56,11 +56,11 @@ class Agreement:
 
 def encode(slots: int, reports: list[Report], stamp: int, is_sound: bool, is_healthy: bool) -> NDArray[np.int64]:
     """Pack at most ``slots`` reports into a vector whose length depends on ``slots`` alone."""
+    fields = [int(is_sound), int(is_healthy), stamp, -stamp]
+    for report in reports:
+        fields += report
     vector = np.zeros(_HEADER + _FIELDS * slots, np.int64)
-    vector[:_HEADER] = (is_sound, is_healthy, stamp, -stamp)
-    for i, r in enumerate(reports):
-        at = _HEADER + _FIELDS * i
-        vector[at : at + _FIELDS] = (r.hit, r.loaded, r.limit, r.phase, r.keep_waiting)
+    vector[: len(fields)] = fields
     return vector
 
 
@@ -68,7 +68,7 @@ def decode(vector: NDArray[np.int64], count: int) -> Agreement:
     """Unpack the minimum over the ranks; ``count`` reports, in the order they were packed."""
     is_sound, is_healthy, low, high = (int(v) for v in vector[:_HEADER])
     rows = vector[_HEADER : _HEADER + _FIELDS * count].reshape(count, _FIELDS).tolist()
-    return Agreement(bool(is_sound) and low == -high, bool(is_healthy), tuple(Report(*row) for row in rows))
+    return Agreement(bool(is_sound) and low == -high, bool(is_healthy), tuple(map(Report._make, rows)))
 
 
 def stamp_of(order: list[int]) -> int:

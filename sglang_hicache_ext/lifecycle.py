@@ -36,7 +36,8 @@ class Slot:
             return consensus.DRAINED if self.op.is_terminal else consensus.RUNNING
         if self.job.in_flight or self.job.next_page < self.job.limit:
             return consensus.RUNNING
-        return consensus.DRAINED if all(d.is_done() for d in self.op.drains) else consensus.ARRIVED
+        drains = self.op.drains
+        return consensus.DRAINED if not drains or all(d.is_done() for d in drains) else consensus.ARRIVED
 
     @property
     def is_over(self) -> bool:

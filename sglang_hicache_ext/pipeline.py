@@ -27,7 +27,7 @@ from sglang_hicache_ext.operation import PrefetchOperation, PrefetchRequest, Pre
 from sglang_hicache_ext.outcome import Outcome
 from sglang_hicache_ext.pipeline_settings import PipelineSettings
 from sglang_hicache_ext.pipeline_workers import Inbox, InFlight, QueryDone, Workshop
-from sglang_hicache_ext.policy import OperationView, Policy, Verdict, best_effort
+from sglang_hicache_ext.policy import OperationView, Policy, Verdict
 from sglang_hicache_ext.ports import (
     Clock,
     Drain,
@@ -46,7 +46,7 @@ from sglang_hicache_ext.trace import Trace
 _log = logging.getLogger(__name__)
 
 _RESULTS_KEPT = 4096
-_STATES = list(State)
+_ORDINAL = {state: i for i, state in enumerate(State)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +283,10 @@ class Pipeline:
         if self._is_healthy and not is_healthy:
             _log.error("the store is stuck: %s has run for %.1f s; requests recompute until it returns", what, oldest)
         self.metrics.set("oldest_inflight_seconds", oldest)
-        if self._policy is not best_effort:
-            for slot in order:
+        for slot in order if self._policy.is_clocked else ():
+            if slot.op.first_blocked_at is not None or self._policy.uses_rates:
                 slot.verdict = self._policy(self._view(slot, now), now)
-        stamp = consensus.stamp_of([x for s in order for x in (s.op.seq, _STATES.index(s.op.state))])
+        stamp = consensus.stamp_of([x for s in order for x in (s.op.seq, _ORDINAL[s.op.state])])
         return consensus.encode(
             self.settings.slots, [s.report() for s in order], stamp, self._is_sound, is_healthy
         )  # fmt: skip
@@ -322,12 +322,13 @@ class Pipeline:
 
     def _verdict(self, slot: Slot) -> Verdict:
         """The same on all ranks. A prefetch without a slot takes no part in the agreement: nobody waits for it."""
-        if not self._is_healthy or self._policy is best_effort or slot.op.state is State.QUEUED:
+        if not self._is_healthy or not self._policy.is_clocked or slot.op.state is State.QUEUED:
             return Verdict.STOP_LATE
         return slot.verdict
 
     def _view(self, slot: Slot, now: float) -> OperationView:
-        op, job = slot.op, slot.job
+        op = slot.op
+        job = slot.job if self._policy.uses_rates else None
         return OperationView(
             requested_pages=op.request.pages,
             hit_pages=op.usable_pages,

@@ -38,9 +38,9 @@ class Verdict(StrEnum):
         return self is not Verdict.KEEP_WAITING
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OperationView:
-    """What a policy may know of one prefetch. Pages are pages of the requested span; times are Clock seconds.
+    """What a policy may know of one prefetch; built anew for every decision, so not frozen. Pages are pages of the requested span; times are Clock seconds.
 
     Attributes:
         requested_pages: span that was asked for.
@@ -51,10 +51,13 @@ class OperationView:
         is_terminated: the operation was ended by somebody else.
         first_blocked_at: time of the first admission poll that had to wait; None before it.
         last_progress_at: time of submission or of the last page that arrived.
-        pages_ahead: pages of other requests that the I/O workers will read before this one's rest.
-        batch_pages: pages of the next batch; progress comes in this step.
+        pages_ahead: pages of other requests in flight, or read before this one's rest.
+        batch_pages: pages of this request in flight, or of its next batch; progress comes in this step.
         fetch_pages_per_s: measured rate of the store over all workers; 0.0 when nothing was measured yet.
         recompute_pages_per_s: prefill rate in pages; 0.0 when unknown.
+        others_waiting: other requests that wait for the same server; recomputing makes each of them wait longer.
+        busy_s: part of the time since ``first_blocked_at`` in which the server computed for others; waiting then
+            cost nothing.
     """
 
     requested_pages: int
@@ -69,6 +72,8 @@ class OperationView:
     batch_pages: int = 1
     fetch_pages_per_s: float = 0.0
     recompute_pages_per_s: float = 0.0
+    others_waiting: int = 0
+    busy_s: float = 0.0
 
     @property
     def span_pages(self) -> int:
@@ -112,10 +117,6 @@ class PolicySettings:
         return self.timeout_base_s + requested_pages * (self.page_tokens / 1024 * self.timeout_per_ki_token_s)
 
 
-Policy = Callable[[OperationView, float], Verdict]
-"""(operation, now) -> verdict of this rank. Pure: no clock, no state."""
-
-
 def best_effort(op: OperationView, now: float) -> Verdict:
     """Never wait: the first admission poll ends the prefetch."""
     return Verdict.COMPLETE if op.is_over else Verdict.STOP_LATE
@@ -142,20 +143,23 @@ def wait_complete(settings: PolicySettings, op: OperationView, now: float) -> Ve
 def deadline(settings: PolicySettings, op: OperationView, now: float) -> Verdict:
     """Wait while the pages still to come save more prefill time than they cost waiting time.
 
-    What is loaded stays useful, so only the rest is compared. The whole wait is bounded by the time that
-    recomputing the whole span would take. Without a known prefill rate this is ``timeout``.
+    What is loaded stays useful, so only the rest is compared. Prefill time counts once for this request and once
+    for each that waits behind it. The wait of an idle server is bounded by what recomputing the whole
+    span would take (plus, when others wait, what the rest would cost them). The hit query is always waited for within
+    that bound. Without a known prefill rate this is ``timeout``.
     """
     if op.is_over:
         return Verdict.COMPLETE
     if op.recompute_pages_per_s <= 0:
         return timeout(settings, op, now)
-    left_s = recompute_s(op, op.span_pages) - op.waited_s(now)
+    rest = op.span_pages - op.completed_pages
+    left_s = recompute_s(op, op.span_pages) + op.others_waiting * recompute_s(op, max(0, rest))
+    left_s -= max(0.0, op.waited_s(now) - op.busy_s)
     if left_s <= 0:
         return Verdict.STOP_RECOMPUTE
-    if op.kv_done:
+    if op.kv_done or op.hit_pages is None:
         return Verdict.KEEP_WAITING
-    pages = pages_that_pay(op, now, left_s)
-    return Verdict.KEEP_WAITING if pages > 0 else Verdict.STOP_RECOMPUTE
+    return Verdict.KEEP_WAITING if pages_that_pay(op, now, left_s) > 0 else Verdict.STOP_RECOMPUTE
 
 
 def recompute_s(op: OperationView, pages: int) -> float:
@@ -166,15 +170,14 @@ def recompute_s(op: OperationView, pages: int) -> float:
 def expected_fetch_s(op: OperationView, now: float, pages: int) -> float:
     """Seconds until the next ``pages`` pages of this operation are expected to have arrived.
 
-    The measured rate, plus the silence so far once it exceeds what the rate explains: a read that has been
-    silent for a while is expected to stay silent as long again. So a stalled store never looks fast.
+    The measured rate, plus the part of the silence so far that the rate does not explain: a read that is overdue
+    is expected to stay overdue as long again. So a stalled store never looks fast.
     """
     silence_s = max(0.0, now - op.last_progress_at)
     if op.fetch_pages_per_s <= 0:
         return silence_s
     explained_s = (op.pages_ahead + op.batch_pages) / op.fetch_pages_per_s
-    surprise_s = silence_s if silence_s > explained_s else 0.0
-    return (op.pages_ahead + pages) / op.fetch_pages_per_s + surprise_s
+    return (op.pages_ahead + pages) / op.fetch_pages_per_s + max(0.0, silence_s - explained_s)
 
 
 def pages_that_pay(op: OperationView, now: float, left_s: float) -> int:
@@ -190,7 +193,8 @@ def pages_that_pay(op: OperationView, now: float, left_s: float) -> int:
         rest = min(rest, math.floor((left_s - fixed_s) * op.fetch_pages_per_s))
     if rest <= 0:
         return 0
-    return rest if expected_fetch_s(op, now, rest) < recompute_s(op, rest) else 0
+    saved_s = (1 + op.others_waiting) * recompute_s(op, rest)
+    return rest if expected_fetch_s(op, now, rest) < saved_s else 0
 
 
 def parse_policy(name: str) -> PolicyName:
@@ -204,10 +208,34 @@ def parse_policy(name: str) -> PolicyName:
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """(operation, now) -> verdict of this rank. Pure: no clock, no state."""
+
+    name: PolicyName
+    settings: PolicySettings
+
+    def __call__(self, op: OperationView, now: float) -> Verdict:
+        return _RULES[self.name](self.settings, op, now)
+
+    @property
+    def is_clocked(self) -> bool:
+        """Its verdict depends on the clock, so that ranks can differ."""
+        return self.name is not PolicyName.BEST_EFFORT
+
+    @property
+    def uses_rates(self) -> bool:
+        return self.name is PolicyName.DEADLINE
+
+
+_RULES: dict[PolicyName, Callable[[PolicySettings, OperationView, float], Verdict]] = {
+    PolicyName.BEST_EFFORT: lambda settings, op, now: best_effort(op, now),
+    PolicyName.TIMEOUT: timeout,
+    PolicyName.WAIT_COMPLETE: wait_complete,
+    PolicyName.DEADLINE: deadline,
+}
+
+
 def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     """Bind a policy to its numbers. Raises ConfigError for an unknown name."""
-    chosen, numbers = parse_policy(name), settings or PolicySettings()
-    if chosen is PolicyName.BEST_EFFORT:
-        return best_effort
-    rule = {PolicyName.TIMEOUT: timeout, PolicyName.WAIT_COMPLETE: wait_complete, PolicyName.DEADLINE: deadline}[chosen]
-    return lambda op, now: rule(numbers, op, now)
+    return Policy(parse_policy(name), settings or PolicySettings())
