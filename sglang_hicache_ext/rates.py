@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RateMeter:
-    """Units per busy second over overlapping pieces of work; old work fades out.
+    """Units per busy second over overlapping pieces of work: the typical rate of the last few pieces.
 
-    Work that overlaps in time (several I/O workers) counts its wall time once. ``half_life`` is in seconds of
-    busy time: after that much new work, old work has half its weight. A piece that took long and
-    brought nothing lowers the rate.
+    Work that overlaps in time (several I/O workers) counts its wall time once. A single outlier says little about
+    the next piece, so one piece counts as at most ``outlier`` times slower than expected; a lasting change is
+    followed within about ten pieces. A piece that took long and brought nothing lowers the rate.
+
+    Attributes:
+        half_life: pieces after which an old piece has half its weight.
+        outlier: most times slower than expected one piece may count.
     """
 
-    half_life_s: float = 2.0
+    half_life: float = 4.0
+    outlier: float = 3.0
+    _pieces: float = 0.0
     _units: float = 0.0
     _busy_s: float = 0.0
     _busy_until: float = float("-inf")
@@ -23,7 +29,11 @@ class RateMeter:
         """Add one piece of work, by the Clock; pieces may come in any order."""
         new_s = max(0.0, ended_at - max(started_at, self._busy_until))
         self._busy_until = max(self._busy_until, ended_at)
-        keep = 0.5 ** (new_s / self.half_life_s)
+        if self._busy_s > 0 and self._units > 0:
+            usual_s = max(units, self._units / self._pieces) * self._busy_s / self._units
+            new_s = min(new_s, self.outlier * usual_s)
+        keep = 0.5 ** (1 / self.half_life)
+        self._pieces = self._pieces * keep + 1
         self._units = self._units * keep + units
         self._busy_s = self._busy_s * keep + new_s
 
