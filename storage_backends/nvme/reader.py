@@ -66,7 +66,7 @@ class Reader:
         self._segments = SegmentTable(index)
 
     def read(self, call: ReadCall) -> None:
-        """Fill ``call.codes``. Pages that are not in the index stay UNDECIDED."""
+        """Fill ``call.codes``. Pages that are not in the index (any more) stay UNDECIDED."""
         entries = self._pass(call, np.arange(len(call.keys)))
         again = np.flatnonzero((call.codes == UNPROVEN) | (call.codes == SHORT))
         if not len(again):
@@ -78,7 +78,6 @@ class Reader:
         call.codes[again] = UNDECIDED
         entries[again] = self._pass(call, again)[again]
         self._judge(call, again, entries)
-        call.codes[again[call.codes[again] == UNDECIDED]] = EVICTED  # gone between the two looks
 
     def _pass(self, call: ReadCall, rows: NDArray[np.int64]) -> NDArray[np.void]:
         """Look up and read ``rows``; returns the index entries, one row per key of the call."""

@@ -138,10 +138,10 @@ class Reclaim:
         size = self._index.slice_keys
         for start in range(0, len(keys), size):
             part, old = keys[start : start + size], entries[start : start + size]
+            self._heat.remember_evicted(number, part)  # first: a reader that finds it gone also finds out why
             with self._index.write() as txn:
                 gone = self._index.swap(txn, number, part, old, None)
                 self._count(txn, old[gone], -1)
-            self._heat.remember_evicted(number, [k for k, g in zip(part, gone.tolist(), strict=True) if g])
             self._metrics.add("reclaimed_pages", int(gone.sum()))
             self._point("reclaim_forgot")
 

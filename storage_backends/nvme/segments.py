@@ -134,9 +134,9 @@ class OpenSegment:
         self.is_full = False
         self._bytes = segment_bytes
 
-    def fits(self, stride: int) -> int:
-        """Pages of ``stride`` bytes that one more batch could hold."""
-        room = self._bytes - self.end
+    def fits(self, stride: int, kept: int = 0) -> int:
+        """Pages of ``stride`` bytes that one more batch could hold, leaving ``kept`` bytes of the segment alone."""
+        room = self._bytes - self.end - kept
         pages = max(0, room // stride)
         while pages and table_bytes(pages) + pages * stride > room:
             pages -= 1

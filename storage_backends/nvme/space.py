@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import threading
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.ports import Drain
 from sglang_hicache_ext.storage_backends.nvme.layout import Layout
 from sglang_hicache_ext.storage_backends.nvme.segments import OpenSegment, SegmentFiles
+
+RECLAIM_WAIT_S = 10.0
+"""Longest wait for a segment that is being freed, before the store counts as full."""
 
 
 @dataclass(slots=True)
@@ -35,6 +39,8 @@ class _Directory:
     lock: Any = field(default_factory=threading.RLock)
     current: OpenSegment | None = None
     draining: list[tuple[Drain, Extent]] = field(default_factory=list)
+    reclaim: concurrent.futures.Future[bool] | None = None
+    moved: int = 0
 
 
 class Space:
@@ -50,6 +56,7 @@ class Space:
         """``reclaim(directory, may_reinsert)`` frees one segment, False when none can be."""
         self._layout, self._files, self._metrics, self._reclaim = layout, files, metrics, reclaim
         self._directories = [_Directory() for _ in layout.roots]
+        self._background = concurrent.futures.ThreadPoolExecutor(1, "hicache-reclaim")
         self._turn = 0
         self._turn_lock = threading.Lock()
 
@@ -72,29 +79,37 @@ class Space:
         place = self._directories[directory]
         with place.lock:
             while len(rows):
-                if place.current is not None and (pages := min(len(rows), place.current.fits(stride))):
-                    offset, nbytes = place.current.take(pages, stride)
-                    out.append(Extent(place.current, directory, offset, nbytes, rows[:pages]))
+                kept = self._kept_for_moves(place)
+                if place.current is not None and (pages := min(len(rows), place.current.fits(stride, kept))):
+                    out.append(self._hand_out(place, directory, rows[:pages], stride))
                     rows = rows[pages:]
+                elif kept and self._await_reclaim(place):
+                    continue
                 elif not self._rotate(directory, place):
                     break
         return out
 
+    def _hand_out(self, place: _Directory, directory: int, rows: NDArray[np.int64], stride: int) -> Extent:
+        assert place.current is not None
+        offset, nbytes = place.current.take(len(rows), stride)
+        return Extent(place.current, directory, offset, nbytes, rows)
+
+    def _kept_for_moves(self, place: _Directory) -> int:
+        """Bytes of the open segment that new pages leave to the pages a running reclaim may still move."""
+        if place.reclaim is None or place.reclaim.done():
+            return 0
+        return max(0, self._layout.segment_bytes // 2 - place.moved)
+
     def take_rest(self, directory: int, rows: NDArray[np.int64], stride: int) -> list[Extent]:
-        """As ``take``, only out of what the open segment has left."""
+        """As ``take`` for pages that reclaim moves: only out of what the open segment has left."""
         place = self._directories[directory]
         with place.lock:
             pages = min(len(rows), place.current.fits(stride)) if place.current is not None else 0
-            if not pages or place.current is None:
+            if not pages:
                 return []
-            offset, nbytes = place.current.take(pages, stride)
-            return [Extent(place.current, directory, offset, nbytes, rows[:pages])]
-
-    def room(self, directory: int) -> int:
-        """Bytes left in the open segment."""
-        place = self._directories[directory]
-        with place.lock:
-            return self._layout.segment_bytes - place.current.end if place.current is not None else 0
+            extent = self._hand_out(place, directory, rows[:pages], stride)
+            place.moved += extent.nbytes
+            return [extent]
 
     def free_one(self, directory: int) -> bool:
         """Reclaim one segment now; False when none can be."""
@@ -102,19 +117,39 @@ class Space:
             return self._reclaim(directory, False)
 
     def _rotate(self, directory: int, place: _Directory) -> bool:
-        """Put the next segment to use, then see to it that one stays free for the turn after."""
+        """Put the next segment to use, and have another one freed meanwhile for the turn after."""
         self.collect(directory)
         if place.current is not None:
             self._retire(place.current)
             place.current = None
         place.current = self._open(directory)
+        if place.current is None:
+            self._await_reclaim(place)
+            if place.current is None:  # another thread may have been here meanwhile
+                place.current = self._open(directory)
         if place.current is None and self._reclaim(directory, False):
             place.current = self._open(directory)
         if place.current is None:
             return False
-        if not self._has_spare(directory):
-            self._reclaim(directory, True)
+        if not self._has_spare(directory) and (place.reclaim is None or place.reclaim.done()):
+            place.moved = 0
+            place.reclaim = self._background.submit(self._reclaim, directory, True)
         return True
+
+    def _await_reclaim(self, place: _Directory) -> bool:
+        """Wait for the segment that is being freed; False when it takes too long or none is.
+
+        The reclaim needs the directory's lock to move pages, so this lets go of it meanwhile.
+        """
+        pending = place.reclaim
+        if pending is None:
+            return False
+        place.lock.release()
+        try:
+            concurrent.futures.wait([pending], RECLAIM_WAIT_S)
+        finally:
+            place.lock.acquire()
+        return pending.done()
 
     def _open(self, directory: int) -> OpenSegment | None:
         try:
@@ -162,6 +197,8 @@ class Space:
 
     def close(self) -> None:
         """Seal what can be sealed. A segment with late I/O keeps its lock until the process ends."""
+        self._background.shutdown(wait=False, cancel_futures=True)
+        concurrent.futures.wait([p.reclaim for p in self._directories if p.reclaim is not None], RECLAIM_WAIT_S)
         for directory, place in enumerate(self._directories):
             with place.lock:
                 self.collect(directory)

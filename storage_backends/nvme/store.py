@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_hicache_ext.config import HiCacheExtConfig
-from sglang_hicache_ext.errors import StoreClosedError
+from sglang_hicache_ext.errors import StoreClosedError, StoreError
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.outcome import Outcome
@@ -358,6 +359,9 @@ class NvmeStore:
             self._calls += 1
         try:
             yield
+        except (lmdb.Error, OSError) as err:
+            code = getattr(err, "errno", None) or 0
+            raise StoreError("store call", str(err), path=str(self.layout.roots[0]), errno=code) from err
         finally:
             with self._idle:
                 self._calls -= 1

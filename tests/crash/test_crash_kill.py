@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hicache_ext.storage_backends.nvme.segments import State
 from sglang_hicache_ext.testing.crash import Child, KillHarness
 
 pytestmark = pytest.mark.slow
@@ -41,6 +42,8 @@ def _settle(harness: KillHarness, child: Child, written: list[int], *, may_miss:
         assert may_miss or not found.missing, f"published pages are lost: {found.missing[:5]} of {len(written)}"
         assert not may_miss or found.loaded or not written
         assert harness.accounting_errors(store) == []
+        owned = [s.number for s in store._files.table.snapshot() if s.state is State.OPEN]
+        assert not owned, f"segments {owned} still belong to a dead process"
 
 
 def _random_rounds(tmp_path: Path, rounds: int, seed: int) -> None:
