@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from measure.run import EXIT_BAD_INPUT
@@ -54,7 +56,9 @@ def writable_directory(path: str, option: str) -> str:
 
 
 def entry(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
-    """Run ``main``; bad input ends in one line on standard error and exit code 2."""
+    """Run ``main``; bad input ends in one line on standard error and exit code 2. SIGTERM cleans up, as ^C does."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return main(argv)
     except (BadInput, ConfigError, CapabilityError) as exc:

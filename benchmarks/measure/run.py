@@ -65,6 +65,7 @@ class Run:
     is_smoke: bool = False
     columns: Sequence[str] = ()
     out: TextIO = field(default_factory=lambda: sys.stdout)
+    arm_requests: dict[str, dict[str, Any]] = field(default_factory=dict)
     effective: dict[str, Any] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     summary: dict[str, float | None] = field(default_factory=dict)
@@ -90,6 +91,9 @@ class Run:
         except (WrongBytes, WarmRead) as exc:
             self.fail(exc)
             return False
+        except KeyboardInterrupt:
+            self.failures.append(f"interrupted in {case}; what was measured until then is kept")
+            return False
         finally:
             progress.end()
             for arm in arms:
@@ -102,7 +106,7 @@ class Run:
             self.failures.append(f"{sample.case}, {sample.arm}, round {sample.round}: {sample.error}")
 
     def _record(self, case: str, arm: Arm) -> None:
-        self.requested.setdefault("arms", {}).setdefault(arm.name, arm.requested)
+        self.arm_requests.setdefault(arm.name, arm.requested)
         self.effective.setdefault(case, {})[arm.name] = arm.effective()
 
     def fail(self, exc: Exception) -> None:
@@ -143,7 +147,7 @@ class Run:
             "seed": self.seed,
             "is_smoke": self.is_smoke,
             **self.facts,
-            "config_requested": self.requested,
+            "config_requested": {"options": self.requested, "arms": self.arm_requests},
             "config_effective": self.effective,
             "summary": self.summary,
             "goals": self._goal_words(),
