@@ -142,6 +142,7 @@ class PrefetchOperation:
         hit_pages: leading pages stored on every rank; None until the query is back.
         completed_pages: leading pages loaded on every rank.
         outcomes: one entry per page, None while undecided.
+        computed_before_s: seconds of prefill, of all requests, before ``first_blocked_at``.
         loaded_here: leading pages loaded on this rank; ``limit_here`` is how far this rank can still come.
         drains: I/O that outlived its store call.
         arrived: good pages of batches whose turn has not come, start -> end.
@@ -160,6 +161,7 @@ class PrefetchOperation:
     limit_here: int = 0
     lease: HostLease | None = None
     first_blocked_at: float | None = None
+    computed_before_s: float = 0.0
     last_progress_at: float = 0.0
     short_of: Outcome = Outcome.NO_HOST_PAGES
     outcomes: list[Outcome | None] = field(default_factory=list)

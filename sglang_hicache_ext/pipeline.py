@@ -166,6 +166,7 @@ class Pipeline:
         if not verdict.is_stop:
             if slot.op.first_blocked_at is None:
                 slot.op.first_blocked_at = self._clock.now()
+                slot.op.computed_before_s = self.prefill_rate.total_s
             return Poll(False)
         self._guarded(self._life.stop, slot, verdict)
         return Poll(True, self._results.pop(rid, None))
@@ -340,6 +341,8 @@ class Pipeline:
             batch_pages=1 if job is None else self._plan.next_batch_pages(job),
             fetch_pages_per_s=self._life.fetch_rate.per_s,
             recompute_pages_per_s=self.prefill_tokens_per_s / self.settings.budget.page_tokens,
+            others_waiting=len(self._active) - 1,
+            busy_s=0.0 if op.first_blocked_at is None else self.prefill_rate.total_s - op.computed_before_s,
         )
 
     @property

@@ -16,10 +16,12 @@ class RateMeter:
     Attributes:
         half_life: pieces after which an old piece has half its weight.
         outlier: most times slower than expected one piece may count.
+        total_s: busy seconds of all pieces so far, each as long as it was.
     """
 
     half_life: float = 4.0
     outlier: float = 3.0
+    total_s: float = 0.0
     _pieces: float = 0.0
     _units: float = 0.0
     _busy_s: float = 0.0
@@ -29,6 +31,7 @@ class RateMeter:
         """Add one piece of work, by the Clock; pieces may come in any order."""
         new_s = max(0.0, ended_at - max(started_at, self._busy_until))
         self._busy_until = max(self._busy_until, ended_at)
+        self.total_s += new_s
         if self._busy_s > 0 and self._units > 0:
             usual_s = max(units, self._units / self._pieces) * self._busy_s / self._units
             new_s = min(new_s, self.outlier * usual_s)

@@ -208,7 +208,7 @@ class Node:
             waited = self._loop.now - fetch.first_blocked_at
             columns.wait_s += waited
             columns.deadline_misses += (
-                bool(fetch.hit) and waited > (fetch.hit or 0) / self._pages_per_s + self._spec.poll_s
+                bool(fetch.hit) and idle > (fetch.hit or 0) / self._pages_per_s + self._spec.poll_s
             )
 
     def _finish(self, item: _Waiting) -> None:

@@ -18,12 +18,12 @@ class RunColumns:
         tokens_thrown_away: loaded from L3, then not used by it.
         recomputed_gpu_s: prefill seconds spent on tokens that L3 held.
         gpu_busy_s: prefill seconds in all.
-        deadline_misses: requests that waited longer for L3 than recomputing its hit would have taken.
+        deadline_misses: requests that kept an idle server waiting longer than recomputing their hit would have taken.
         host_page_s: host pages times the seconds they were allocated for prefetch and of no other use.
         input_tokens, cached_tokens: of all requests; cached counts L1, L2 and L3.
         storage_hit_tokens: hits of the L3 queries.
         prefetches, stopped, declined: prefetches with a hit, ended by the policy, refused for host pages.
-        wait_s: seconds between the first admission poll that had to wait for L3 and admission, over all requests.
+        wait_s: seconds that requests waited for L3, time in which no server was free left out.
     """
 
     ttft_s: dict[int, float] = field(default_factory=dict)

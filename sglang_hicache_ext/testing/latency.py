@@ -106,7 +106,7 @@ class SharedBandwidth(Constant):
     """A neighbour takes bandwidth: ``low`` of it is ours during the first ``duty`` of every period."""
 
     low: float = 0.25
-    duty: float = 0.5
+    duty: float = 0.4
     period_s: float = 30.0
     kind: str = "shared_bandwidth"
 
