@@ -159,10 +159,10 @@ class ThreadGroup:
         self.calls[rank] += 1
         self._values[rank] = values
         self._barrier.wait(self._timeout_s)
-        everyone = list(self._values)
+        everyone, calls = list(self._values), list(self.calls)
         self._barrier.wait(self._timeout_s)
-        if len({len(v) for v in everyone}) != 1 or len(set(self.calls)) != 1:
-            raise AssertionError(f"unequal collectives: lengths {[len(v) for v in everyone]}, calls {self.calls}")
+        if len({len(v) for v in everyone}) != 1 or len(set(calls)) != 1:
+            raise AssertionError(f"unequal collectives: lengths {[len(v) for v in everyone]}, calls {calls}")
         return everyone
 
 
