@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
@@ -64,6 +64,7 @@ class Metrics:
         self._writes: Counter[WriteOutcome] = Counter()
         self._histograms: dict[str, Histogram] = {}
         self._gauges: dict[str, float] = {}
+        self._sinks: tuple[Callable[[str, float], None], ...] = ()
 
     def add(self, name: str, value: float = 1) -> None:
         with self._lock:
@@ -76,6 +77,18 @@ class Metrics:
     def observe(self, name: str, seconds: float) -> None:
         with self._lock:
             self._histograms.setdefault(name, Histogram()).observe(seconds)
+            sinks = self._sinks
+        for sink in sinks:
+            sink(name, seconds)
+
+    def attach(self, sink: Callable[[str, float], None]) -> None:
+        """Hand every later histogram value to ``sink`` as well, on the thread that measured it; it must not raise."""
+        with self._lock:
+            self._sinks = (*self._sinks, sink)
+
+    def detach(self, sink: Callable[[str, float], None]) -> None:
+        with self._lock:
+            self._sinks = tuple(s for s in self._sinks if s != sink)
 
     def pages(self, outcomes: Iterable[Outcome]) -> None:
         """Record the final outcome of each queried page."""
