@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,16 @@ def read_outcomes(codes: NDArray[np.int8]) -> tuple[Outcome, ...]:
 
 def write_outcomes(codes: NDArray[np.int8]) -> tuple[WriteOutcome, ...]:
     return tuple(map(WRITES.__getitem__, codes.tolist()))
+
+
+def count_reads(codes: NDArray[np.int8]) -> Counter[Outcome]:
+    """Pages per outcome; counting enum members one by one would cost more than reading the pages."""
+    return Counter({READS[code]: n for code, n in enumerate(np.bincount(codes, minlength=1).tolist()) if n})
+
+
+def count_writes(codes: NDArray[np.int8]) -> Counter[WriteOutcome]:
+    """Pages per outcome."""
+    return Counter({WRITES[code]: n for code, n in enumerate(np.bincount(codes, minlength=1).tolist()) if n})
 
 
 class DrainGroup:

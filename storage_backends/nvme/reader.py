@@ -90,7 +90,6 @@ class Reader:
             present[rows] = found
             found, entries = present, full
         sane = self._sane(call, found, entries)
-        self._metrics.add("device_reads", 0)
         jobs = self._split(sane, entries)
         for moved in self._lanes.run(lambda job: self._read_lane(call, job), jobs):
             call.drains += moved

@@ -16,13 +16,20 @@ from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.errors import StoreClosedError, StoreError
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.metrics import Metrics
-from sglang_hicache_ext.outcome import Outcome
+from sglang_hicache_ext.outcome import Outcome, WriteOutcome
 from sglang_hicache_ext.page import Regions, align_up
 from sglang_hicache_ext.ports import Clock, Namespace, ReadResult, StoreStats, SystemClock, WriteResult
 from sglang_hicache_ext.storage_backends.engines import IoEngine, open_engine
 from sglang_hicache_ext.storage_backends.nvme import recovery
 from sglang_hicache_ext.storage_backends.nvme.bounce import BouncePool
-from sglang_hicache_ext.storage_backends.nvme.codes import UNDECIDED, join_drains, read_outcomes, write_outcomes
+from sglang_hicache_ext.storage_backends.nvme.codes import (
+    UNDECIDED,
+    count_reads,
+    count_writes,
+    join_drains,
+    read_outcomes,
+    write_outcomes,
+)
 from sglang_hicache_ext.storage_backends.nvme.explain import Explainer
 from sglang_hicache_ext.storage_backends.nvme.heat import Heat
 from sglang_hicache_ext.storage_backends.nvme.index import PAGE, Index, split_key
@@ -227,10 +234,13 @@ class NvmeStore:
             if len(keys):
                 self._reader.read(call)
                 self._explainer.decide(ns, call.number, keys, codes)
-            outcomes = read_outcomes(codes)
+            ended = time.monotonic()
+            counts = count_reads(codes)
+            self.metrics.pages(counts)
+            self.metrics.add("read_bytes", counts.get(Outcome.LOADED, 0) * regions.page_bytes)
+            self.metrics.observe("read_batch_seconds", ended - started)
             draining, drain = draining_of(call)
-            self._account_read(outcomes, regions.page_bytes, time.monotonic() - started)
-            return ReadResult(outcomes, draining, drain, max(0.0, time.monotonic() - call.deadline))
+            return ReadResult(read_outcomes(codes), draining, drain, max(0.0, ended - call.deadline))
 
     def write(
         self, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None = None
@@ -244,17 +254,12 @@ class NvmeStore:
             call = WriteCall(ns.id, self._number(ns), keys, regions, started + budget, codes)
             if len(keys):
                 self._writer.write(call)
-            outcomes = write_outcomes(codes)
-            self.metrics.writes(outcomes)
-            self.metrics.add("written_bytes", sum(o.value == "stored" for o in outcomes) * regions.page_bytes)
+            counts = count_writes(codes)
+            self.metrics.writes(counts)
+            self.metrics.add("written_bytes", counts.get(WriteOutcome.STORED, 0) * regions.page_bytes)
             self.metrics.observe("write_batch_seconds", time.monotonic() - started)
             draining = tuple(sorted(r for rows, _ in call.drains for r in rows))
-            return WriteResult(outcomes, draining, join_drains([d for rows, d in call.drains if rows]))
-
-    def _account_read(self, outcomes: tuple[Outcome, ...], page_bytes: int, seconds: float) -> None:
-        self.metrics.pages(outcomes)
-        self.metrics.add("read_bytes", outcomes.count(Outcome.LOADED) * page_bytes)
-        self.metrics.observe("read_batch_seconds", seconds)
+            return WriteResult(write_outcomes(codes), draining, join_drains([d for rows, d in call.drains if rows]))
 
     def remove(self, ns: Namespace, keys: Sequence[bytes]) -> int:
         """Forget pages; returns how many were there. After losing the index they may be found again."""
