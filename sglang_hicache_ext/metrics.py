@@ -91,7 +91,7 @@ class Metrics:
             self._sinks = tuple(s for s in self._sinks if s != sink)
 
     def pages(self, outcomes: Iterable[Outcome]) -> None:
-        """Record the final outcome of each queried page."""
+        """Record the final outcome of each queried page: one by one, or as a Counter of pages per outcome."""
         with self._lock:
             self._outcomes.update(outcomes)
 
