@@ -11,6 +11,8 @@ from sglang_hicache_ext.ports import PageStore
 
 STORES = {
     "nvme": ("sglang_hicache_ext.storage_backends.nvme.store", "NvmeStore"),
+    "rdma": ("sglang_hicache_ext.storage_backends.remote.store", "RemoteStore"),
+    "tiered": ("sglang_hicache_ext.storage_backends.tiered", "TieredStore"),
     "memory": ("sglang_hicache_ext.storage_backends.memory", "MemoryStore"),
 }
 """Store name -> (module, class). Literal: no name from outside ever becomes an import."""
