@@ -107,8 +107,7 @@ class Ring:
         self._cq_head, self._cq_tail = words[cq[0] // 4 :][:1], words[cq[1] // 4 :][:1]
         self._cq_mask = int(words[cq[2] // 4])
         completions = rings[cq[5] : cq[5] + 16 * self._cq_entries]
-        self._cq_data = completions.view(np.uint64).reshape(-1, 2)[:, 0]
-        self._cq_res = completions.view(np.int32).reshape(-1, 4)[:, 2]
+        self._cqes = completions.view(np.uint64).reshape(-1, 2)
         self._sqes = self._view(64 * self.entries, _SQES_OFFSET).view(np.uint64).reshape(-1, 8)
         if has_array:
             words[sq[6] // 4 :][: self.entries] = np.arange(self.entries)
@@ -170,22 +169,21 @@ class Ring:
     def unsubmitted(self) -> int:
         return self._unsubmitted
 
-    def reap(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    def reap(self) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
         """Completions that are there: (user data, results), copies."""
         tail = int(self._cq_tail[0])
         count, at = (tail - self._head) & _U32, self._head & self._cq_mask
         if not self._is_deferred:
             self._fence()
         if at + count <= self._cq_entries:
-            data, res = self._cq_data[at : at + count].copy(), self._cq_res[at : at + count].astype(np.int64)
+            taken = self._cqes[at : at + count].copy()
         else:
-            where = (at + np.arange(count)) & self._cq_mask
-            data, res = self._cq_data[where], self._cq_res[where].astype(np.int64)
+            taken = self._cqes[(at + np.arange(count)) & self._cq_mask]
         if not self._is_deferred:
             self._fence()
         self._head = tail
         self._cq_head[0] = tail
-        return data, res
+        return taken[:, 0], taken.view(np.int32)[:, 2]
 
     def _fence(self) -> None:
         """A release and an acquire on one lock word: loads before it happen before loads after it."""
@@ -207,7 +205,7 @@ class Ring:
     def close(self) -> None:
         """Unmap and close; any thread, while no call runs. Idempotent. Operations in flight end in the background."""
         empty: Any = np.empty(0, np.uint32)
-        self._sq_tail = self._cq_head = self._cq_tail = self._cq_data = self._cq_res = self._sqes = empty
+        self._sq_tail = self._cq_head = self._cq_tail = self._cqes = self._sqes = empty
         while self._maps:
             libc.unmap(*self._maps.pop())
         fd, self.fd = self.fd, -1
