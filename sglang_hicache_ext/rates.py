@@ -11,7 +11,7 @@ class RateMeter:
 
     Work that overlaps in time (several I/O workers) counts its wall time once. A single outlier says little about
     the next piece, so one piece counts as at most ``outlier`` times slower than expected; a lasting change is
-    followed within about ten pieces. A piece that took long and brought nothing lowers the rate.
+    followed within about ten pieces. A piece that brought nothing counts in full and lowers the rate.
 
     Attributes:
         half_life: pieces after which an old piece has half its weight.
@@ -32,10 +32,10 @@ class RateMeter:
         new_s = max(0.0, ended_at - max(started_at, self._busy_until))
         self._busy_until = max(self._busy_until, ended_at)
         self.total_s += new_s
-        if self._busy_s > 0 and self._units > 0:
+        if units and self._busy_s > 0 and self._units > 0:
             usual_s = max(units, self._units / self._pieces) * self._busy_s / self._units
             new_s = min(new_s, self.outlier * usual_s)
-        keep = 0.5 ** (1 / self.half_life)
+        keep = 0.5 ** (1 / self.half_life) if new_s else 1.0
         self._pieces = self._pieces * keep + 1
         self._units = self._units * keep + units
         self._busy_s = self._busy_s * keep + new_s

@@ -205,11 +205,10 @@ class Node:
         columns.gpu_busy_s += gpu_s
         columns.recomputed_gpu_s += self._storage.prefix(item.request.pages, cached_pages) / self._pages_per_s
         if fetch is not None and fetch.first_blocked_at is not None:
-            waited = self._loop.now - fetch.first_blocked_at
-            columns.wait_s += waited
-            columns.deadline_misses += (
-                bool(fetch.hit) and idle > (fetch.hit or 0) / self._pages_per_s + self._spec.poll_s
-            )
+            idle = self._loop.now - fetch.first_blocked_at - (self._full_s - fetch.full_before_s)
+            limit = (fetch.hit or 0) / self._pages_per_s + self._spec.poll_s
+            columns.wait_s += idle
+            columns.deadline_misses += bool(fetch.hit) and idle > limit
 
     def _finish(self, item: _Waiting) -> None:
         now, pages = self._loop.now, item.request.pages
