@@ -121,18 +121,27 @@ class Index:
 
     def contains(self, number: int, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """[keys] bool."""
-        values = self._values(number, keys)
-        return np.fromiter((v is not _NO_PAGE for v in values), np.bool_, len(values))
+        full, found = self._get(number, keys)
+        if len(found) == len(full):
+            return np.ones(len(full), np.bool_)
+        there = {key for key, _ in found}
+        return np.fromiter((k in there for k in full), np.bool_, len(full))
 
     def _values(self, number: int, keys: Sequence[bytes]) -> list[bytes]:
-        if not keys:
-            return []
+        full, found = self._get(number, keys)
+        if len(found) == len(full):  # the answer keeps the order of the question
+            return [value for _, value in found]
+        get = dict(found).get
+        return [get(k, _NO_PAGE) for k in full]
+
+    def _get(self, number: int, keys: Sequence[bytes]) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+        """(full keys, those found with their values), in one cursor call."""
         prefix = _NUMBER.pack(number)
         full = [prefix + k for k in keys]
+        if not full:
+            return full, []
         with self.read() as txn:
-            found = dict(txn.cursor(self._pages).getmulti(full))
-        get = found.get
-        return [get(k, _NO_PAGE) for k in full]
+            return full, txn.cursor(self._pages).getmulti(full)
 
     def put_new(self, txn: Any, number: int, keys: Sequence[bytes], entries: NDArray[np.void]) -> NDArray[np.bool_]:
         """Insert pages that are not there yet; [keys] bool: inserted. A page already there is left alone.
