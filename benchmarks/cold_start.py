@@ -170,7 +170,9 @@ def main() -> int:
     print(
         f"{options.prompts} prompts of {options.tokens} tokens, pages of {PAGE_TOKENS} tokens, layout {options.layout}, {platform.machine()} CPU"
     )
-    print(f"store: {json.dumps(store)}")
+    print(
+        f"engine asked for: {store['engine_requested']}; in use: {store['engine']} ({json.dumps(store['engines'][0])})"
+    )
     print(
         f"PASS: same tokens in all runs, every prefix of 'read' from storage, corruption counted ({time.monotonic() - started:.0f} s)"
     )

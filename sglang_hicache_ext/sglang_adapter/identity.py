@@ -70,7 +70,7 @@ def deployment_of(storage_config: Any, namespace: str) -> Deployment:
         raise ConfigError("decode context parallelism (DCP) is not supported", "--dcp-size", "start with --dcp-size 1")
     if getattr(storage_config, "should_split_heads", False):
         raise ConfigError("tp_lcm_size splits heads, which is not supported", "extra config", "remove tp_lcm_size")
-    args = _server_args()
+    args = server_args()
     extra = dict(getattr(storage_config, "extra_config", None) or {})
     tag = str(extra.get("extra_backend_tag") or "")
     facts = _facts(args) if args is not None else {"model_name": str(storage_config.model_name or "")}
@@ -89,7 +89,7 @@ def deployment_of(storage_config: Any, namespace: str) -> Deployment:
     )
 
 
-def _server_args() -> Any:
+def server_args() -> Any:
     """SGLang's resolved arguments; None outside a server (unit tests, tools)."""
     try:
         from sglang.srt.runtime_context import get_server_args

@@ -23,7 +23,7 @@ from sglang_hicache_ext.sglang_adapter.epoch import CURRENT
 from sglang_hicache_ext.sglang_adapter.generic import GenericPages
 from sglang_hicache_ext.sglang_adapter.guard import Guard
 from sglang_hicache_ext.sglang_adapter.host_pool import open_pool, pool_buffers
-from sglang_hicache_ext.sglang_adapter.identity import deployment_of
+from sglang_hicache_ext.sglang_adapter.identity import deployment_of, server_args
 from sglang_hicache_ext.sglang_adapter.pools_v2 import Fold, SidecarPresence, fold
 from sglang_hicache_ext.sglang_adapter.retry import WriteRetry
 from sglang_hicache_ext.sglang_adapter.stats import TransferStats
@@ -63,6 +63,7 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         compat.require_sglang()
         extra = dict(storage_config.extra_config or {})
         _check_interface(extra)
+        _warn_of_allocator(extra)
         self.config = HiCacheExtConfig.parse(extra)
         self._deployment = deployment_of(storage_config, self.config.namespace)
         self.metrics = Metrics()
@@ -269,6 +270,16 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         for addr in self._registered_memory if unregister is not None else ():
             self._guard.run("close", lambda: None, lambda a=addr: unregister(a))  # type: ignore[misc]
         self._guard.run("close", lambda: None, self.store.close)
+
+
+def _warn_of_allocator(extra: dict[str, Any]) -> None:
+    """Source: sglang 0.5.23 srt/mem_cache/pool_host/common.py:125-140 (reads ``allocator`` before we exist)."""
+    args = server_args()
+    if args is None or "allocator" not in extra:
+        return
+    is_inline = not str(args.hicache_storage_backend_extra_config or "").startswith("@")
+    if args.hicache_storage_backend != "dynamic" or not is_inline:
+        logger.warning("allocator has no effect: SGLang reads it for `dynamic` with inline JSON only")
 
 
 def _check_interface(extra: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ def open_named_store(name: str, config: HiCacheExtConfig) -> PageStore:
             f"backend_name is {name!r}", "--hicache-storage-backend-extra-config", f"write one of: {known}"
         )
     try:
-        return open_store(config, name)
+        store: PageStore = open_store(config, name)
     except ImportError as error:
         raise CapabilityError(f"store {name!r} cannot be loaded: {error}", name, "install its requirements") from error
+    return store

@@ -1,5 +1,6 @@
 """Real SGLang in this process. Its own warnings are not ours to fix; ours stay errors."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +19,22 @@ def pytest_collection_modifyitems(items):
             for module in ("torch", "sglang", "transformers", "importlib", "<frozen"):
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:::{module}"))
             item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning:sglang"))
+
+
+_status = []
+
+
+def pytest_sessionfinish(session, exitstatus):
+    _status.append(int(exitstatus))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """Leave without finalisation: an extension that SGLang's fixtures import crashes the interpreter there."""
+    if _status and "hybrid_kit" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_status[0])
 
 
 @pytest.fixture(scope="session")

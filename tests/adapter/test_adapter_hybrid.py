@@ -100,3 +100,34 @@ def test_an_indexer_shorter_than_the_kv_pool_cuts_the_prefix(kit, nvme, layout):
     assert reader.prefetch(tokens) == 4 * 64
     assert reader.differing_buffers(tokens[: 4 * 64], seed=2, produced=len(tokens)) == []
     reader.close()
+
+
+@pytest.mark.parametrize("pool", ["mha", "mla"])
+def test_a_draft_pool_beside_the_kv_pool_comes_back_with_it(kit, nvme, pool):
+    shape = kit.Shape(pool, "page_first", 16, draft=True)
+    tokens = list(range(1, shape.tokens + 1))
+    writer = kit.Node(shape, "nvme", nvme)
+    writer.produce(tokens, seed=4)
+    assert set(writer.storage.describe()["pools"]) == {"kv", "draft"}
+    writer.close()
+    reader = kit.Node(shape, "nvme", nvme)
+    assert reader.prefetch(tokens) == len(tokens)
+    assert reader.differing_buffers(tokens, seed=4) == []
+    reader.close()
+
+
+def test_every_rank_writes_its_shard_of_a_draft_beside_a_replicated_target(kit, nvme):
+    """SGLang alone writes it from rank 0 only, and then no rank but that one ever hits."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    node = kit.Node(kit.Shape("mla", "page_first", 16, draft=True), "nvme", nvme)
+    controller = node.controller
+    config = controller.storage_config
+    controller.storage_config = type(config)(**{**vars(config), "tp_rank": 1, "tp_size": 2})
+    assert controller.backup_skip
+    assert controller.should_backup(PoolTransfer(name=PoolName.DRAFT))
+    assert not controller.should_backup(PoolTransfer(name=PoolName.INDEXER))
+    controller.storage_backend_type = "file"
+    assert not controller.should_backup(PoolTransfer(name=PoolName.DRAFT))
+    controller.storage_backend_type, controller.storage_config = "nvme", config
+    node.close()

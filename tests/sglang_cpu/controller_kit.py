@@ -16,6 +16,7 @@ import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_full_draft_pools
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
@@ -32,12 +33,13 @@ _kept = []
 
 @dataclass(frozen=True)
 class Shape:
-    """What a node serves. ``pool``: mha, asymmetric, mla or dsa."""
+    """What a node serves. ``pool``: mha, asymmetric, mla or dsa; ``draft``: an MHA draft pool beside it."""
 
     pool: str = "mha"
     layout: str = "page_first"
     page_tokens: int = 16
     pages: int = 6
+    draft: bool = False
 
     @property
     def tokens(self) -> int:
@@ -124,6 +126,24 @@ class Node:
         self.tree.init_hicache(args, params)
         self.tree.load_back_threshold = 0
         self._lift_prefetch_limit()
+        self.draft = self._add_draft(size) if shape.draft else None
+
+    def _add_draft(self, size):
+        """Register a draft pool as SGLang does for speculative decoding: a side pool that follows the KV pages."""
+        pool = MHATokenToKVPool(
+            size=size,
+            page_size=self.shape.page_tokens,
+            dtype=DTYPE,
+            layer_num=1,
+            device="cpu",
+            head_num=1,
+            head_dim=HEAD_DIM,
+            enable_memory_saver=False,
+        )
+        specs, entries = build_full_draft_pools(draft_kv_pool=pool, tree_cache=self.tree)
+        for spec, entry in zip(specs, entries, strict=True):
+            self.tree.register_sidecar_pool(spec, entry)
+        return pool
 
     def _lift_prefetch_limit(self):
         controller = self.controller
@@ -160,6 +180,8 @@ class Node:
             found = [(b, slots) for b in self.pool.kv_buffer]
         else:
             found = [(b, slots) for b in [*self.pool.k_buffer, *self.pool.v_buffer]]
+        if self.draft is not None:
+            found += [(b, slots) for b in [*self.draft.k_buffer, *self.draft.v_buffer]]
         if self.shape.pool == "dsa":
             pages = slots.reshape(-1, self.shape.page_tokens)[:, 0] // self.shape.page_tokens
             found += [(b, pages) for b in self.pool.index_k_with_scale_buffer]
