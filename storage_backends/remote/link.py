@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sglang_hicache_ext.arbiter import CHUNK_PAGES, Arbiter, Traffic
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.ports import Clock
@@ -57,16 +58,30 @@ class NameHistory:
         return name in self._names
 
 
+class ArbiterGate:
+    """The arbiter as one class of traffic passes it."""
+
+    def __init__(self, arbiter: Arbiter, traffic: Traffic) -> None:
+        self._arbiter, self._traffic = arbiter, traffic
+
+    def enter(self, nbytes: int, deadline: float) -> bool:
+        return self._arbiter.acquire(self._traffic, nbytes, deadline)
+
+    def leave(self, nbytes: int, seconds: float) -> None:
+        self._arbiter.done(self._traffic, nbytes, seconds)
+
+
 class Link:
     """Shared state of one store. Every part of it is thread-safe."""
 
     def __init__(
         self, config: HiCacheExtConfig, client: ObjectClient, names: ObjectNames, clock: Clock, metrics: Metrics,
-        read_gate: Gate | None = None, write_gate: Gate | None = None, chunk_pages: int = 0,
+        arbiter: Arbiter | None = None,
     ) -> None:  # fmt: skip
         self.config, self.client, self.names, self.clock, self.metrics = config, client, names, clock, metrics
-        self.read_gate, self.write_gate = read_gate, write_gate
-        self.chunk_pages = chunk_pages or 1 << 16
+        self.read_gate: Gate | None = ArbiterGate(arbiter, Traffic.PREFETCH) if arbiter else None
+        self.write_gate: Gate | None = ArbiterGate(arbiter, Traffic.BACKUP) if arbiter else None
+        self.batch_pages = CHUNK_PAGES if arbiter else 1 << 16
         self.backend = Breaker(clock)
         self.peers = PeerBreakers(clock)
         self.negative = NegativeCache(clock)
@@ -77,7 +92,7 @@ class Link:
     def limits(self, pages: int, deadline_s: float | None, gate: Gate | None) -> Limits:
         each = self.config.remote_deadline_s
         total = each * max(1, -(-pages // PAGES_PER_DEADLINE)) if deadline_s is None else deadline_s
-        return Limits(time.monotonic() + total, each, self.chunk_pages, gate)
+        return Limits(time.monotonic() + total, each, self.batch_pages, gate)
 
     def ask(self, op: str, *args: Any, timeout_s: float | None = None) -> Any | None:
         """A request that moves no page; None when the store cannot be asked. Keeps the backend's breaker."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_hicache_ext.arbiter import Arbiter
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.errors import CapabilityError, ConfigError, StoreClosedError
 from sglang_hicache_ext.keys import Fingerprint
@@ -36,7 +37,6 @@ from sglang_hicache_ext.storage_backends.remote.process import (
     WorkerLife,
     WorkerSpec,
 )
-from sglang_hicache_ext.storage_backends.remote.transfer import Gate
 from sglang_hicache_ext.storage_backends.remote.wire import ObjectNames
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,7 @@ class RemoteStore:
         clock: for breakers and caches; transfers are timed by the system's clock.
         engine, engine_path: the ObjectEngine in the worker, "module:class", and where to import it from. For tests.
         in_process: run the worker as threads here. For measurements; it cannot be killed.
-        read_gate, write_gate: called with (bytes, deadline) before each batch; the arbiter.
-        chunk_pages: pages per batch when an arbiter is in use, 0 fills half a lane.
+        arbiter: shared with PD; None opens the one that ``config.arbiter`` names, if any.
 
     Raises:
         ConfigError, CapabilityError: at construction only, naming the address and what to check; with
@@ -61,7 +60,7 @@ class RemoteStore:
     def __init__(
         self, config: HiCacheExtConfig, *, clock: Clock | None = None, engine: str = MOONCAKE,
         engine_path: tuple[str, ...] = (), in_process: bool = False,
-        read_gate: Gate | None = None, write_gate: Gate | None = None, chunk_pages: int = 0,
+        arbiter: Arbiter | None = None,
     ) -> None:  # fmt: skip
         if not config.master:
             raise ConfigError(
@@ -83,7 +82,11 @@ class RemoteStore:
         self._namespaces: dict[bytes, Namespace] = {}
         clock = clock or SystemClock()
         client = ObjectClient(self._start_worker, clock, self.metrics, drain_s=config.remote_deadline_s)
-        self._link = Link(config, client, self._names, clock, self.metrics, read_gate, write_gate, chunk_pages)
+        owns_arbiter = arbiter is None
+        if arbiter is None and config.arbiter:
+            arbiter = Arbiter(config.arbiter, config.arbiter_rate)
+        self._arbiter, self._owns_arbiter = arbiter, owns_arbiter
+        self._link = Link(config, client, self._names, clock, self.metrics, arbiter)
         self._connect()
 
     def _worker_spec(self, engine: str, engine_path: tuple[str, ...]) -> WorkerSpec:
@@ -244,7 +247,7 @@ class RemoteStore:
             "isolation": "thread" if self._life is ThreadWorker else "process",
             "staging_bytes": c.staging, "lanes": c.remote_lanes, "deadline_s": c.remote_deadline_s,
             "breaker": str(self._link.backend.state), "peers": self._link.peers.states(),
-            "client": self._link.client.describe(),
+            "client": self._link.client.describe(), "arbiter": self._arbiter.describe() if self._arbiter else None,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -254,6 +257,8 @@ class RemoteStore:
             self._closed = True
         self._link.client.close()
         self._link.copier.close()
+        if self._owns_arbiter and self._arbiter is not None:
+            self._arbiter.close()
 
     def _check_open(self) -> None:
         if self._closed:

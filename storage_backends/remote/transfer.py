@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
 from sglang_hicache_ext.page import Regions
@@ -22,8 +23,17 @@ from sglang_hicache_ext.storage_backends.remote.engine import NEVER_STARTED, NO_
 from sglang_hicache_ext.storage_backends.remote.lanes import Lane, LateError, WorkerGoneError
 from sglang_hicache_ext.storage_backends.remote.ring import slot_bytes
 
-Gate = Callable[[int, float], bool]
-"""(bytes, deadline) -> may go now; blocks until then. The arbiter."""
+
+class Gate(Protocol):
+    """What a batch has to pass before it is sent: the arbiter."""
+
+    def enter(self, nbytes: int, deadline: float) -> bool:
+        """Block until the batch may go; False when ``deadline`` (time.monotonic) came first."""
+        ...
+
+    def leave(self, nbytes: int, seconds: float) -> None:
+        """The batch took ``seconds``."""
+        ...
 
 
 @dataclass
@@ -103,9 +113,14 @@ class Limits:
     gate: Gate | None = None
 
     def admits(self, nbytes: int) -> bool:
-        if self.gate is not None and not self.gate(nbytes, self.deadline):
+        if self.gate is not None and not self.gate.enter(nbytes, self.deadline):
             return False
         return time.monotonic() < self.deadline
+
+    @property
+    def depth(self) -> int:
+        """Batches on the wire at once; with a gate only one, so that it can yield after each."""
+        return 2 if self.gate is None else 1
 
 
 @dataclass
@@ -113,6 +128,7 @@ class _Flight:
     """One batch on its way: wait for it until ``wait_until``; past ``settles_by`` it counts as hung."""
 
     number: int
+    started: float
     wait_until: float
     settles_by: float
     half: int
@@ -136,21 +152,27 @@ def _pump(
     flying: deque[_Flight] = deque()
     free = deque(lane.halves)
     go_on = True
+
+    def fill() -> None:
+        while todo and free and go_on and len(flying) < limits.depth:
+            if not limits.admits(len(todo[0]) * job.object_bytes):
+                return
+            batch, half = todo.popleft(), free.popleft()
+            if stage is not None:
+                stage(batch, half)
+            flying.append(_take_off(job, lane, limits, op, batch, half))
+
     try:
         while todo or flying:
-            while todo and free and go_on and limits.admits(len(todo[0]) * job.object_bytes):
-                batch, half = todo.popleft(), free.popleft()
-                if stage is not None:
-                    stage(batch, half)
-                names, sizes = [job.names[r] for r in batch], [job.object_bytes] * len(batch)
-                number = lane.send(op, names, job.offsets(half, len(batch)), sizes)
-                settles_by = time.monotonic() + limits.transfer_s
-                flying.append(_Flight(number, min(limits.deadline, settles_by), settles_by, half, batch))
+            fill()
             if not flying:
                 break
             first = flying[0]
             codes = lane.receive(first.number, first.wait_until)
             flying.popleft()
+            if limits.gate is not None:
+                limits.gate.leave(len(first.batch) * job.object_bytes, time.monotonic() - first.started)
+                fill()  # the next one travels while this one is verified
             go_on = land(first.batch, first.half, codes) and go_on
             free.append(first.half)
     except (LateError, WorkerGoneError) as error:
@@ -159,6 +181,14 @@ def _pump(
         if isinstance(error, LateError) and flying and time.monotonic() < flying[0].settles_by:
             job.settles_by = flying[-1].settles_by  # the caller's time is up, the transfer's is not
     return [r for batch in todo for r in batch], [r for f in flying for r in f.batch]
+
+
+def _take_off(job: PageJob, lane: Lane, limits: Limits, op: str, batch: Sequence[int], half: int) -> _Flight:
+    names, sizes = [job.names[r] for r in batch], [job.object_bytes] * len(batch)
+    now = time.monotonic()
+    number = lane.send(op, names, job.offsets(half, len(batch)), sizes)
+    settles_by = now + limits.transfer_s
+    return _Flight(number, now, min(limits.deadline, settles_by), settles_by, half, batch)
 
 
 def read_pages(
