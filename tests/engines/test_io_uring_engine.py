@@ -223,7 +223,7 @@ def test_short_and_interrupted_transfers_go_on_where_they_stopped(kit, memory, n
             turn = seen[number]
             seen[number] += 1
             if res[i] > 0 and turn < 3:
-                res[i] = (res[i] // 2 // 4096 * 4096, -errno.EAGAIN, min(res[i], 4096 + 512))[turn]
+                res[i] = (res[i] // 2 // 4096 * 4096, -errno.EAGAIN, min(res[i], 4096 + 100))[turn]
         return data, res
 
     monkeypatch.setattr(Ring, "reap", shortened)
