@@ -1,0 +1,154 @@
+"""Is L3 worth it? Time to first token after a restart, against the prefix length, the callers at once, and the store.
+
+    python benchmarks/bench_cold_start.py --path /mnt/nvme0/bench --json cold.json --report cold.html
+    python benchmarks/bench_cold_start.py --url http://localhost:30000 --json cold.json
+
+Without --url it starts a real SGLang server for every arm and every round, on the CPU with a random model, or with
+--device cuda and --model on a GPU. README.md beside this file explains every column.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from cold_start_bench.local import LocalExperiment
+from cold_start_bench.points import Point, make_points
+from cold_start_bench.remote import connect, measure_server
+from cold_start_bench.servers import ARMS, ServerArm, kv_token_bytes, random_model
+from cold_start_bench.verdict import conclude, note_verdicts, our_arm, plot
+from harness import BadInput, Run, choices, entry, parser, positive, writable_directory
+
+COLUMNS = ("ttft_ms", "request_ttft_ms", "tokens_per_s", "storage_share", "failed_requests")
+DEFAULT_ARMS = "recompute,file,nixl,nvme-auto,nvme-posix"
+
+
+def _options(argv: Sequence[str] | None) -> Namespace:
+    p = parser(__doc__.split("\n", 1)[0], rounds=2)
+    p.add_argument("--path", default=".build/bench-cold-start", help="directory on the drive to measure; scratch space")
+    p.add_argument("--arms", default=DEFAULT_ARMS, help=f"out of {', '.join(ARMS)}")
+    p.add_argument("--lengths", default="1024,2048,4096,8128", help="prefix lengths in tokens, multiples of 64")
+    p.add_argument("--callers", default="1,4,8,16", help="callers at once, each with its own prompt")
+    p.add_argument("--busy-tokens", type=positive, default=1024, help="prefix length with several callers")
+    p.add_argument("--repeats", type=positive, default=2, help="prompts per length with one caller and round")
+    p.add_argument("--new-tokens", type=positive, default=4, help="tokens generated; their identity is checked")
+    p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where SGLang runs")
+    p.add_argument("--model", default="", help="model directory; a random 12-layer model when empty")
+    p.add_argument("--url", default="", help="a running SGLang server with a storage backend, instead of our own")
+    p.add_argument("--key", default="", help="API or admin key of that server")
+    p.add_argument("--settle-s", type=float, default=3.0, help="with --url: seconds for the write-behind to finish")
+    p.add_argument("--kv-bytes", type=int, default=0, help="KV bytes per token; 0 takes it from the model's config")
+    args = p.parse_args(argv)
+    if args.smoke:
+        args.rounds, args.repeats, args.lengths, args.callers, args.busy_tokens = 1, 1, "512,1024", "1,2", 512
+        args.arms = "recompute,nvme-auto" if args.arms == DEFAULT_ARMS else args.arms
+    return args
+
+
+def _numbers(text: str, option: str, step: int = 1) -> list[int]:
+    try:
+        values = [int(t) for t in text.split(",")]
+    except ValueError:
+        values = [0]
+    if any(v < 1 or v % step for v in values):
+        raise BadInput(f"{option} {text!r}: write whole numbers, multiples of {step}, such as 1024,2048")
+    return values
+
+
+def _points(args: Namespace) -> list[Point]:
+    lengths = _numbers(args.lengths, "--lengths", 64)
+    return make_points(lengths, _numbers(args.callers, "--callers"), args.busy_tokens // 64 * 64 or 64, args.repeats)
+
+
+def _model(args: Namespace, path: str) -> tuple[str, str]:
+    """(directory, kind): the one given, or a random one of the CPU kit."""
+    if args.device == "cuda" and not args.model:
+        raise BadInput("--device cuda needs --model: the random model is for the CPU")
+    if args.model:
+        if not (Path(args.model) / "config.json").is_file():
+            raise BadInput(f"--model {args.model} has no config.json; name a model directory")
+        return args.model, "big"
+    kind = "tiny" if args.smoke else "big"
+    return random_model(kind, os.path.join(path, "model")), kind
+
+
+def _require_device(device: str) -> None:
+    if device != "cuda":
+        return
+    try:
+        import torch
+    except ImportError as exc:
+        raise BadInput("--device cuda needs torch and sglang installed") from exc
+    if not torch.cuda.is_available():
+        raise BadInput("--device cuda, but torch sees no GPU here; use --device cpu, or --url with a server on a GPU")
+
+
+def _local(args: Namespace, run: Run, points: Sequence[Point], path: str) -> None:
+    names = choices(args.arms, ARMS, "--arms")
+    model, kind = _model(args, path)
+    token_bytes = args.kv_bytes or kv_token_bytes(model)
+    longest = max(p.tokens for p in points) + 256
+    most = max(max(p.tokens * p.callers for p in points) + 2048, 2 * longest)
+    arms = [
+        ServerArm(n, model, kind, Path(path) / n, args.device, most // 64 * 64, longest)
+        for n in names
+        if _can_run(n, run)
+    ]
+    experiment = LocalExperiment(run, arms, points, args.rounds, args.new_tokens, token_bytes, args.seed)
+    run.extra["kv_bytes_per_token"] = token_bytes
+    experiment.execute()
+    conclude(run, points, our_arm(run), token_bytes)
+
+
+def _can_run(name: str, run: Run) -> bool:
+    if name != "nixl":
+        return True
+    import importlib.util
+
+    if importlib.util.find_spec("nixl") is None:
+        run.notes.append("nixl is not measured: it is not installed (pip install --no-deps nixl nixl-cu12)")
+        return False
+    return True
+
+
+def _remote(args: Namespace, run: Run, points: Sequence[Point]) -> None:
+    client, info = connect(args.url, args.key)
+    name = str(info["hicache_storage_backend"])
+    token_bytes = args.kv_bytes or kv_token_bytes(str(info["model_path"]))
+    run.effective[name] = {k: info.get(k) for k in ("model_path", "device", "page_size", "hicache_storage_backend")}
+    run.notes.append(
+        "Cold here means: not on the GPU and not in host memory. The server's page cache is not controlled."
+    )
+    measure_server(run, client, name, points, args.rounds, args.new_tokens, args.settle_s)
+    conclude(run, points, name, token_bytes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment; returns the exit code."""
+    args = _options(argv)
+    points = _points(args)
+    _require_device(args.device)
+    if args.url:
+        connect(args.url, args.key)
+    base = writable_directory(args.path, "--path")
+    path = tempfile.mkdtemp(prefix="run-", dir=base)
+    run = Run("bench_cold_start", path, vars(args), args.seed, args.smoke, COLUMNS, sys.stdout)
+    try:
+        if args.url:
+            _remote(args, run, points)
+        else:
+            _local(args, run, points, path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    note_verdicts(run)
+    plot(run, points)
+    return run.finish(args.json, args.report, args.plots)
+
+
+if __name__ == "__main__":
+    raise SystemExit(entry(main))
