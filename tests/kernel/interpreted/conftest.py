@@ -1,4 +1,8 @@
-"""What Triton's interpreter lacks, added for the tests: inline assembly (recorded) and a bf16 dot (widened)."""
+"""What Triton's interpreter lacks, added for the tests.
+
+Inline assembly is recorded; a bf16 dot multiplies numbers and not their bit patterns; a cast to bf16
+rounds to nearest even as the hardware does, where the interpreter truncates.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +63,28 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     def create_inline_asm(self, asm, constraints, values, result_types, pure, pack):  # type: ignore[no-untyped-def]
         return Result(record.run(asm, values))
 
+    plain_cast = InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst_type):  # type: ignore[no-untyped-def]
+        pair = (src.dtype.scalar, dst_type.scalar)
+        if pair == (tl.bfloat16, tl.float32):
+            return TensorHandle(wide(src.data), tl.float32)
+        if pair == (tl.float32, tl.bfloat16):
+            bits = np.ascontiguousarray(src.data).view(np.uint32).astype(np.uint64)
+            nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+            return TensorHandle(np.where(np.isnan(src.data), np.uint16(0x7FC0), nearest), tl.bfloat16)
+        return plain_cast(self, src, dst_type)
+
+    def wide(bits: Any) -> Any:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
     plain_dot = InterpreterBuilder.create_dot
 
     def create_dot(self, a, b, d, precision, imprecise):  # type: ignore[no-untyped-def]
         def widen(x: Any) -> Any:
             if x.dtype.scalar != tl.bfloat16:
                 return x
-            return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            return TensorHandle(wide(x.data), tl.float32)
 
         return plain_dot(self, widen(a), widen(b), d, precision, imprecise)
 
@@ -88,4 +107,5 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", create_inline_asm)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast_impl)
     yield record

@@ -1,0 +1,41 @@
+"""Runs tests/kernel/interpreted in a child process: Triton reads TRITON_INTERPRET once, at import."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_interpreted(marks: str, timeout_s: int) -> str:
+    command = [sys.executable, "-m", "pytest", "tests/kernel/interpreted", "-q", "-p", "no:cacheprovider"]
+    command += ["--durations=5", "-o", "addopts=--strict-markers --import-mode=importlib", "-m", marks]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_interpreted_suite_passes() -> None:
+    last = run_interpreted("not full", 580).strip().splitlines()[-1]
+    assert "passed" in last and "skipped" not in last
+    print(last)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+def test_the_interpreted_product_passes() -> None:
+    run_interpreted("full", 24 * 3600)
