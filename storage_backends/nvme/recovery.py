@@ -217,9 +217,7 @@ def _put_pages(
     for ns_id, segment, entries in parts:
         span = slice(at, at + len(entries))
         keys[span, :4] = np.frombuffer(numbers[ns_id].to_bytes(4, "big"), np.uint8)
-        keys[span, 4:] = entries["key"].view(np.uint8).reshape(-1, 32) if entries["key"].flags.c_contiguous else (
-            np.frombuffer(entries["key"].tobytes(), np.uint8).reshape(-1, 32)
-        )  # fmt: skip
+        keys[span, 4:] = np.frombuffer(entries["key"].tobytes(), np.uint8).reshape(-1, 32)
         pages["segment"][span], pages["generation"][span] = segment.number, segment.generation
         for name in ("block", "nbytes", "digest"):
             pages[name][span] = entries[name]

@@ -14,7 +14,8 @@ from sglang_hicache_ext.storage_backends.nvme.codes import UNDECIDED
 from sglang_hicache_ext.storage_backends.nvme.index import PAGE
 from sglang_hicache_ext.storage_backends.nvme.reader import LOADED, ReadCall, Reader
 from sglang_hicache_ext.storage_backends.nvme.space import Space
-from sglang_hicache_ext.storage_backends.nvme.writer import WriteCall, Writer
+from sglang_hicache_ext.storage_backends.nvme.writer import Writer
+from sglang_hicache_ext.storage_backends.nvme.writes import WriteCall
 
 
 class Mover:

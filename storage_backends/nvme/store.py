@@ -43,7 +43,8 @@ from sglang_hicache_ext.storage_backends.nvme.removal import Removal
 from sglang_hicache_ext.storage_backends.nvme.segments import SegmentFiles
 from sglang_hicache_ext.storage_backends.nvme.space import Space
 from sglang_hicache_ext.storage_backends.nvme.survey import Survey
-from sglang_hicache_ext.storage_backends.nvme.writer import WriteCall, Writer
+from sglang_hicache_ext.storage_backends.nvme.writer import Writer
+from sglang_hicache_ext.storage_backends.nvme.writes import WriteCall
 
 CLOSE_TIMEOUT_S = 5.0
 

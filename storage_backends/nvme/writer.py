@@ -3,68 +3,44 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_hicache_ext.metrics import Metrics
-from sglang_hicache_ext.outcome import WriteOutcome
-from sglang_hicache_ext.page import ALIGN, Regions, align_up
+from sglang_hicache_ext.page import ALIGN, align_up
 from sglang_hicache_ext.ports import Drain
-from sglang_hicache_ext.storage_backends.engines.base import PENDING, TIMED_OUT, IoPlan
+from sglang_hicache_ext.storage_backends.engines.base import PENDING, TIMED_OUT
 from sglang_hicache_ext.storage_backends.nvme.bounce import BouncePool, Slot, gather
-from sglang_hicache_ext.storage_backends.nvme.codes import UNDECIDED, WRITE_CODE, join_drains
+from sglang_hicache_ext.storage_backends.nvme.codes import UNDECIDED, join_drains
 from sglang_hicache_ext.storage_backends.nvme.index import PAGE, Index
-from sglang_hicache_ext.storage_backends.nvme.lanes import Lane, Lanes
+from sglang_hicache_ext.storage_backends.nvme.lanes import Lanes
 from sglang_hicache_ext.storage_backends.nvme.plans import ZERO_PAD, pages_of, plan_pages
 from sglang_hicache_ext.storage_backends.nvme.segments import SegmentTable
 from sglang_hicache_ext.storage_backends.nvme.space import Extent, Space
+from sglang_hicache_ext.storage_backends.nvme.writes import (
+    FULL,
+    FULL_ERRORS,
+    LATE,
+    PRESENT,
+    STORED,
+    WRITE_ERROR,
+    Batch,
+    WriteCall,
+    write_tables,
+)
 from sglang_hicache_ext.storage_backends.record import (
-    ENTRY,
     MAX_TABLE_PAGES,
     PageDigests,
-    Table,
-    encode_table,
     merge_columns,
     table_bytes,
 )
 
-STORED, PRESENT, FULL = (WRITE_CODE[o] for o in (WriteOutcome.STORED, WriteOutcome.PRESENT, WriteOutcome.FULL))
-WRITE_ERROR, LATE = (WRITE_CODE[o] for o in (WriteOutcome.WRITE_ERROR, WriteOutcome.LATE))
 STRIPE_BYTES = 1 << 20
 """A directory's share of a batch is at least this, so that small batches stay one submission."""
-_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-
-
-@dataclass(slots=True)
-class WriteCall:
-    """One call's pages; ``codes`` is filled in as they end."""
-
-    ns_id: bytes
-    number: int
-    keys: Sequence[bytes]
-    regions: Regions
-    deadline: float
-    codes: NDArray[np.int8]
-    digests: list[bytes] = field(default_factory=list)
-    drains: list[tuple[list[int], Drain]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """The extents one lane writes: where each page goes, and the drain that keeps the extents taken."""
-
-    lane: Lane
-    extents: list[Extent]
-    rows: NDArray[np.int64]
-    segments: NDArray[np.int64]
-    blocks: NDArray[np.int64]
-    drain: Drain | None = None
 
 
 class Writer:
@@ -114,7 +90,7 @@ class Writer:
             return rows
         return np.asarray(sorted(first.values()), np.int64)
 
-    def _place(self, call: WriteCall, rows: NDArray[np.int64], stride: int) -> list[_Batch]:
+    def _place(self, call: WriteCall, rows: NDArray[np.int64], stride: int) -> list[Batch]:
         """Space for ``rows``: contiguous runs over the directories, each run adjacent on disk."""
         if not len(rows):
             return []
@@ -136,7 +112,7 @@ class Writer:
             call.codes[run] = FULL
         return self._batches(extents, stride)
 
-    def _batches(self, extents: list[Extent], stride: int) -> list[_Batch]:
+    def _batches(self, extents: list[Extent], stride: int) -> list[Batch]:
         by_lane: dict[int, list[Extent]] = {}
         for extent in extents:
             by_lane.setdefault(self._lanes.number_of(extent.directory), []).append(extent)
@@ -149,7 +125,7 @@ class Writer:
             ]
             segments = np.repeat([e.owner.segment.number for e in mine], [len(e.rows) for e in mine])
             rows = np.concatenate([e.rows for e in mine])
-            out.append(_Batch(self._lanes.all[number], mine, rows, segments, np.concatenate(blocks)))
+            out.append(Batch(self._lanes.all[number], mine, rows, segments, np.concatenate(blocks)))
         return out
 
     def append(self, call: WriteCall, extents: list[Extent]) -> NDArray[np.void]:
@@ -170,7 +146,7 @@ class Writer:
 
     # -------------------------------------------------------------------------------------------- one lane
 
-    def _write_batch(self, call: WriteCall, batch: _Batch, stride: int) -> None:
+    def _write_batch(self, call: WriteCall, batch: Batch, stride: int) -> None:
         handles = batch.lane.acquire(sorted({e.owner.segment.number for e in batch.extents}))
         try:
             files = np.asarray([handles[s] for s in batch.segments.tolist()], np.int64)
@@ -186,14 +162,14 @@ class Writer:
                     self._write_wave(call, batch, files.astype(np.int32), slice(start, start + wave), stride)
                 self._metrics.add("bounced_write_pages", len(batch.rows))
             self._point("payload_written")
-            self._write_tables(call, batch, handles)
+            write_tables(call, batch, handles, self._metrics)
             self._point("table_written")
             if self._sync:
                 self._make_durable(call, batch, handles)
         finally:
             batch.lane.release(handles)
 
-    def _write_wave(self, call: WriteCall, batch: _Batch, files: NDArray[np.int32], part: slice, stride: int) -> None:
+    def _write_wave(self, call: WriteCall, batch: Batch, files: NDArray[np.int32], part: slice, stride: int) -> None:
         slot = self._bounce.take(stride, call.deadline)
         if slot is None:
             call.codes[batch.rows[part]] = LATE
@@ -206,7 +182,7 @@ class Writer:
             self._bounce.give(slot, drain)
 
     def _write_payload(
-        self, call: WriteCall, batch: _Batch, files: NDArray[np.int32], part: slice, slot: Slot | None
+        self, call: WriteCall, batch: Batch, files: NDArray[np.int32], part: slice, slot: Slot | None
     ) -> Drain | None:
         rows = batch.rows[part]
         own = call.regions.take(rows)
@@ -252,55 +228,13 @@ class Writer:
             if value in (PENDING, TIMED_OUT):
                 call.codes[span] = LATE
             else:
-                call.codes[span] = FULL if -value in _FULL_ERRORS else WRITE_ERROR
+                call.codes[span] = FULL if -value in FULL_ERRORS else WRITE_ERROR
                 self._metrics.add(f"write_errors_{errno.errorcode.get(-value, 'short').lower()}")
             if value == PENDING:
                 late += span.tolist()
         return late
 
-    def _write_tables(self, call: WriteCall, batch: _Batch, handles: dict[int, int]) -> None:
-        """Head every extent; pages that failed are left out, an extent without pages still says where the next is."""
-        total = sum(table_bytes(len(e.rows)) for e in batch.extents)
-        memory = mmap.mmap(-1, total)
-        view = memoryview(memory)
-        base = int(np.frombuffer(memory, np.uint8).ctypes.data)
-        at, position, iov = 0, 0, []
-        for extent in batch.extents:
-            size = table_bytes(len(extent.rows))
-            blocks = batch.blocks[position : position + len(extent.rows)]
-            self._fill_table(call, extent, blocks, view[at : at + size])
-            iov.append((base + at, size))
-            at, position = at + size, position + len(extent.rows)
-        n = len(batch.extents)
-        plan = IoPlan(
-            np.asarray([handles[e.owner.segment.number] for e in batch.extents], np.int32),
-            np.asarray([e.offset for e in batch.extents], np.int64),
-            np.arange(n + 1, dtype=np.int32),
-            np.asarray(iov, np.uint64),
-            memory,
-        )
-        result = batch.lane.engine.write(plan, max(0.0, call.deadline - time.monotonic()))
-        if result.drain is not None:
-            batch.drain = join_drains([batch.drain, result.drain])
-        for extent, value, size in zip(batch.extents, result.res.tolist(), plan.op_bytes.tolist(), strict=True):
-            if value != size:
-                open_rows = extent.rows[call.codes[extent.rows] == UNDECIDED]
-                late = value in (PENDING, TIMED_OUT)
-                call.codes[open_rows] = LATE if late else FULL if -value in _FULL_ERRORS else WRITE_ERROR
-                self._metrics.add("table_write_errors")
-
-    def _fill_table(self, call: WriteCall, extent: Extent, blocks: NDArray[np.int64], out: memoryview) -> None:
-        good = np.flatnonzero(call.codes[extent.rows] == UNDECIDED)
-        entries = np.zeros(len(good), ENTRY)
-        rows = extent.rows[good].tolist()
-        entries["key"] = np.frombuffer(b"".join(call.keys[r] for r in rows), "V32")
-        entries["digest"] = np.frombuffer(b"".join(call.digests[r] for r in rows), "V16")
-        entries["block"] = blocks[good]
-        entries["nbytes"] = call.regions.page_bytes
-        table = Table(call.ns_id, extent.offset, extent.nbytes, entries)
-        encode_table(extent.owner.identity, table, out)
-
-    def _make_durable(self, call: WriteCall, batch: _Batch, handles: dict[int, int]) -> None:
+    def _make_durable(self, call: WriteCall, batch: Batch, handles: dict[int, int]) -> None:
         for segment, handle in handles.items():
             try:
                 batch.lane.engine.sync(handle)
@@ -311,14 +245,14 @@ class Writer:
 
     # -------------------------------------------------------------------------------------------- publish
 
-    def _publish(self, call: WriteCall, batches: list[_Batch]) -> None:
+    def _publish(self, call: WriteCall, batches: list[Batch]) -> None:
         """Make the pages whose bytes are in place findable; then answer for the keys that came twice."""
         rows, entries = self._entries(call, batches)
         if len(rows):
             call.codes[rows] = self._insert(call.number, [call.keys[r] for r in rows.tolist()], entries)
         self._answer_twins(call)
 
-    def _entries(self, call: WriteCall, batches: list[_Batch]) -> tuple[NDArray[np.int64], NDArray[np.void]]:
+    def _entries(self, call: WriteCall, batches: list[Batch]) -> tuple[NDArray[np.int64], NDArray[np.void]]:
         """(rows, PAGE) of the pages whose bytes and table are in place."""
         rows = np.concatenate([b.rows for b in batches]) if batches else np.zeros(0, np.int64)
         good = np.flatnonzero(call.codes[rows] == UNDECIDED)
