@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pipeline_kit import Bench, fill
 
+from sglang_hicache_ext.consensus import Report
 from sglang_hicache_ext.errors import InvariantError
 from sglang_hicache_ext.operation import HostLease, PrefetchOperation, PrefetchRequest, State
 from sglang_hicache_ext.outcome import Outcome
@@ -87,6 +88,21 @@ def test_a_bad_page_ends_the_prefix(kind: str, outcome: Outcome) -> None:
     assert result.outcomes[outcome] >= 1
     assert result.outcomes.total() == 30
     assert len(bench.tree) == bad.index(True)
+    assert bench.memory.metrics.snapshot().pages_queried < 30, "it read on behind the bad page"
+
+
+def test_what_a_peer_cannot_reach_is_not_read_here() -> None:
+    bench = Bench()
+    fill(bench.store, "a", 30)
+    bench.submit("r", 30)
+    bench.steps()
+    bench.pipeline.pump()
+    slot = bench.pipeline._slots[0]
+    bench.pipeline._life.advance(slot, Report(hit=30, loaded=0, limit=6))
+    bench.steps()
+    bench.pipeline.pump()
+    assert bench.pipeline.poll("r").result is not None
+    assert bench.memory.metrics.snapshot().pages_queried <= 6
 
 
 def test_a_query_that_fails_counts_as_read_error_and_the_next_one_works() -> None:
