@@ -7,7 +7,7 @@ import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -127,7 +127,10 @@ class Lanes:
         if len(jobs) <= 1 or self._pool is None:
             return [work(job) for job in jobs]
         others = [self._pool.submit(work, job) for job in jobs[1:]]
-        first = work(jobs[0])
+        try:
+            first = work(jobs[0])
+        finally:
+            wait(others)  # also when this one raises: the others still use the call's memory
         return [first, *(f.result() for f in others)]
 
     def close(self) -> None:

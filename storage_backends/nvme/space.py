@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,8 @@ from sglang_hicache_ext.ports import Drain
 from sglang_hicache_ext.storage_backends.nvme.layout import Layout
 from sglang_hicache_ext.storage_backends.nvme.segments import OpenSegment, SegmentFiles
 
-RECLAIM_WAIT_S = 10.0
-"""Longest wait for a segment that is being freed, before the store counts as full."""
+CLOSE_WAIT_S = 5.0
+"""Longest wait for a running reclaim when the store closes."""
 
 
 @dataclass(slots=True)
@@ -73,8 +74,12 @@ class Space:
             self._turn = (self._turn + 1) % len(self._directories)
             return self._turn
 
-    def take(self, directory: int, rows: NDArray[np.int64], stride: int) -> list[Extent]:
-        """Extents for ``rows`` in ``directory``; fewer rows than asked when the store is full."""
+    def take(self, directory: int, rows: NDArray[np.int64], stride: int, deadline: float) -> list[Extent]:
+        """Extents for ``rows`` in ``directory``; fewer rows than asked when the store is full.
+
+        Args:
+            deadline: monotonic seconds until which it may wait for a segment that is being freed.
+        """
         out: list[Extent] = []
         place = self._directories[directory]
         with place.lock:
@@ -83,9 +88,10 @@ class Space:
                 if place.current is not None and (pages := min(len(rows), place.current.fits(stride, kept))):
                     out.append(self._hand_out(place, directory, rows[:pages], stride))
                     rows = rows[pages:]
-                elif kept and self._await_reclaim(place):
-                    continue
-                elif not self._rotate(directory, place):
+                elif kept:
+                    if not self._await_reclaim(place, deadline):
+                        break
+                elif not self._rotate(directory, place, deadline):
                     break
         return out
 
@@ -116,7 +122,7 @@ class Space:
         with self._directories[directory].lock:
             return self._reclaim(directory, False)
 
-    def _rotate(self, directory: int, place: _Directory) -> bool:
+    def _rotate(self, directory: int, place: _Directory, deadline: float) -> bool:
         """Put the next segment to use, and have another one freed meanwhile for the turn after."""
         self.collect(directory)
         if place.current is not None:
@@ -124,7 +130,7 @@ class Space:
             place.current = None
         place.current = self._open(directory)
         if place.current is None:
-            self._await_reclaim(place)
+            self._await_reclaim(place, deadline)
             if place.current is None:  # another thread may have been here meanwhile
                 place.current = self._open(directory)
         if place.current is None and self._reclaim(directory, False):
@@ -136,7 +142,7 @@ class Space:
             place.reclaim = self._background.submit(self._reclaim, directory, True)
         return True
 
-    def _await_reclaim(self, place: _Directory) -> bool:
+    def _await_reclaim(self, place: _Directory, deadline: float) -> bool:
         """Wait for the segment that is being freed; False when it takes too long or none is.
 
         The reclaim needs the directory's lock to move pages, so this lets go of it meanwhile.
@@ -146,7 +152,7 @@ class Space:
             return False
         place.lock.release()
         try:
-            concurrent.futures.wait([pending], RECLAIM_WAIT_S)
+            concurrent.futures.wait([pending], max(0.0, deadline - time.monotonic()))
         finally:
             place.lock.acquire()
         return pending.done()
@@ -198,7 +204,7 @@ class Space:
     def close(self) -> None:
         """Seal what can be sealed. A segment with late I/O keeps its lock until the process ends."""
         self._background.shutdown(wait=False, cancel_futures=True)
-        concurrent.futures.wait([p.reclaim for p in self._directories if p.reclaim is not None], RECLAIM_WAIT_S)
+        concurrent.futures.wait([p.reclaim for p in self._directories if p.reclaim is not None], CLOSE_WAIT_S)
         for directory, place in enumerate(self._directories):
             with place.lock:
                 self.collect(directory)

@@ -348,14 +348,21 @@ class NvmeStore:
         self._space.close()
         self._lanes.close()
         self._bounce.close()
-        with contextlib.suppress(OSError), opening(self.layout.roots[0], CLOSE_TIMEOUT_S):
-            self._presence.leave()
-            if self._presence.is_alone:
-                self._index.sync()
-            if self._index.close() and self._presence.is_alone:
-                recovery.mark_clean(self.layout.index_dir)
-            self._presence.close()
+        try:
+            with opening(self.layout.roots[0], CLOSE_TIMEOUT_S):
+                self._leave()
+        except (OSError, StoreError, lmdb.Error):  # no clean mark then; this boot's page cache still vouches for it
+            self._index.close()
+        self._presence.close()
         self._heat.close()
+
+    def _leave(self) -> None:
+        """The last one to leave syncs the index and marks it clean."""
+        self._presence.leave()
+        if self._presence.is_alone:
+            self._index.sync()
+        if self._index.close() and self._presence.is_alone:
+            recovery.mark_clean(self.layout.index_dir)
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:

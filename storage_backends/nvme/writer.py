@@ -104,7 +104,7 @@ class Writer:
         for start in range(0, len(rows), per):
             run = rows[start : start + per]
             for _ in range(directories):  # a full or broken drive does not refuse what another can take
-                got = self._space.take(self._space.next_directory(), run, stride)
+                got = self._space.take(self._space.next_directory(), run, stride, call.deadline)
                 extents += got
                 run = run[sum(len(e.rows) for e in got) :]
                 if not len(run):
