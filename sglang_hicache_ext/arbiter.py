@@ -221,10 +221,12 @@ class Arbiter:
                 "prefetch_waited_s": self._get(F_PREFETCH_WAITED) / _NS,
             }
 
-    def close(self) -> None:
-        """Drop the handle; the state stays for the other processes."""
+    def close(self, *, remove: bool = False) -> None:
+        """Drop the handle; the state stays for the other processes unless ``remove`` is given."""
         with self._threads:
             if self._fd >= 0:
                 self._map.close()
                 os.close(self._fd)
                 self._fd = -1
+                if remove:
+                    os.unlink(self._path)

@@ -230,6 +230,11 @@ class RemoteStore:
         """False while the tier is down or refused; SGLang then runs without it."""
         return self._link.client.is_up and self._link.is_closed
 
+    @property
+    def client_worker(self) -> WorkerLife | None:
+        """The worker in use; for tools that account for its process."""
+        return self._link.client.worker
+
     def stats(self) -> StoreStats:
         """Pages and bytes belong to the whole cluster and are not asked for here: 0. See the master's own metrics."""
         self._check_open()
