@@ -51,6 +51,7 @@ class PrefetchRequest:
         hashes: makes the page hashes of the span, 64 hex digits each; called once, on the query thread.
         anchor: handed to ``PrefixIndex.insert_host`` untouched.
         ns: where the pages are stored, when not in the pipeline's own namespace.
+        first_blocked_at: when an earlier try for the same request was first waited for; a retry keeps its budget.
     """
 
     rid: Any
@@ -58,6 +59,7 @@ class PrefetchRequest:
     hashes: Callable[[], Sequence[str]]
     anchor: Any = None
     ns: Namespace | None = None
+    first_blocked_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class PrefetchOperation:
     def __post_init__(self) -> None:
         self.outcomes = [None] * self.request.pages
         self.last_progress_at = self.submitted_at
+        self.first_blocked_at = self.request.first_blocked_at
 
     @property
     def rid(self) -> Any:

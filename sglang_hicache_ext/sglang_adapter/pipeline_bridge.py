@@ -7,6 +7,7 @@ Source: sglang 0.5.23 srt/mem_cache/unified_radix_cache.py:2080-2540, 2760-2830.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ def why_not(cache: Any, backend: Any) -> str:
     channel = getattr(backend, "_channels", {}).get("kv")
     if cache.host_memory_mode != "cache":
         return f"host memory mode is {cache.host_memory_mode}"
-    if getattr(cache, "pp_size", 1) > 1:
+    if cache.pp_size > 1:
         return "pipeline parallelism"
     if len(cache.tree_components) > 1 or len(group.entries) > 1:
         return "the model has pools beside KV"
@@ -147,6 +148,7 @@ class CachePipeline:
         self._channel = backend._channels["kv"]
         self._page = int(cache.page_size)
         self._unused: dict[Any, Any] = {}
+        self._blocked_since: dict[Any, float] = {}
         self.policy = config.prefetch_policy or cache.prefetch_stop_policy
         numbers = PolicySettings(
             page_tokens=self._page,
@@ -208,6 +210,7 @@ class CachePipeline:
                 lambda: get_storage_hash_str(key, last_hash, page_size=self._page),
                 anchor=(request, last_host_node_id, key, operation),
                 ns=self._channel.namespace,
+                first_blocked_at=self._blocked_since.get(request),
             )
         )
         if declined is not None:
@@ -231,6 +234,7 @@ class CachePipeline:
             return True
         poll = self.pipeline.poll(request)
         if not poll.is_ready:
+            self._blocked_since.setdefault(request, time.monotonic())
             return False
         self._finalize(request, poll.result)
         return True
@@ -240,6 +244,10 @@ class CachePipeline:
         self.pipeline.pump()
         for request in [r for r in self.cache.ongoing_prefetch if not self.pipeline.has(r)]:
             self._finalize(request, self.pipeline.poll(request).result)
+        if self._blocked_since:
+            retries = self.cache.storage_prefetch_retries._pending
+            alive = self.cache.ongoing_prefetch
+            self._blocked_since = {r: t for r, t in self._blocked_since.items() if r in alive or r.rid in retries}
 
     def abort(self, request: Any) -> None:
         """The head of ``release_aborted_request``."""

@@ -60,6 +60,12 @@ def pipeline_of(cache: Any) -> CachePipeline | None:
     return served
 
 
+def state_of(backend: Any) -> dict[str, Any]:
+    """Health of the pipelines over ``backend``; empty when SGLang's own serves. JSON-ready."""
+    found = [served for served in _served if served.backend is backend]
+    return {**found[0].pipeline.health(), "policy": found[0].policy} if found else {}
+
+
 def attach(cache: Any) -> None:
     """Decide who serves ``cache`` from now on, and say so."""
     _drop(cache, give_back=True)

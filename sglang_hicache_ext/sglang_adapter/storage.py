@@ -256,6 +256,7 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
             "draining_pages": sum(c.draining_pages for c in self._channels.values()),
             "retry_pages": self._retry.pending_pages,
             "weight_epoch": CURRENT.now.value,
+            "pipeline": pipeline_hook.state_of(self),
         }
 
     def close(self) -> None:
