@@ -40,7 +40,7 @@ test-full: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy sglang_hicache_ext storage_backends
+	sh requirements/check_types.sh $(abspath $(PY))
 	$(VENV)/bin/lint-imports
 
 format: setup
