@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 TASK = json.loads(sys.argv[1])
+RANK, RANKS = int(os.environ.get("RANK", "0")), TASK.get("ranks", 1)
 PAGE, PAGES, LAYERS, HEADS, DIM = 16, TASK.get("pages", 40), 2, 2, 32
 DTYPE = torch.bfloat16
 
@@ -145,7 +146,9 @@ def bytes_are_right(cache: Any, pool: Any, tokens: int) -> bool:
 
 
 def consume(case: dict[str, Any]) -> dict[str, Any]:
-    cache, _, pool = build(case["pipeline"], case["policy"], case.get("faults"))
+    cache, _, pool = build(
+        case["pipeline"], case["policy"], case.get("faults") if case.get("faulty_rank", RANK) == RANK else None
+    )
     host = cache.cache_controller.mem_pool_host
     free_before = host.available_size()
     handle = CacheRequestHandle("req", 0)
@@ -155,14 +158,15 @@ def consume(case: dict[str, Any]) -> dict[str, Any]:
         cache.release_aborted_request(handle)
         loaded = 0
     else:
-        if case["policy"] == "best_effort":  # give it the time a queued request has
+        if case["policy"] == "best_effort" and RANKS == 1:  # give it the time a queued request has
             until(cache, lambda: handle not in cache.ongoing_prefetch or time.monotonic() > started + 1.0, "settle")
         until(cache, lambda: cache.check_prefetch_progress(handle), "prefetch")
         loaded, start = cache.pop_prefetch_loaded_span(handle)
         assert not loaded or start == 0, start
     served = pipeline_of(cache)
     until(cache, lambda: served is None or served.pipeline.is_idle, "drained")
-    until(cache, cache.cache_controller.host_mem_release_queue.empty, "released")
+    if RANKS == 1:
+        until(cache, cache.cache_controller.host_mem_release_queue.empty, "released")
     cache.check_hicache_events()
     result = {
         **case,
@@ -187,8 +191,10 @@ def consume(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{TASK['path']}.rendezvous", rank=0, world_size=1)
-    with get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{TASK['path']}.rendezvous", rank=RANK, world_size=RANKS
+    )
+    with get_parallel().override(tp_rank=RANK, tp_size=RANKS, pp_rank=0, pp_size=1):
         produce()
         for case in TASK["cases"]:
             print("CASE " + json.dumps(consume(case), default=str), flush=True)
