@@ -115,7 +115,7 @@ class Scenario:
             faults=faults,
             call_s=rng.choice([0.0, 0.01, 0.2]),
             hang=rng.choice([0.0, 0.0, 0.03]),
-            actions=rng.choice([20, 40, 60]),
+            actions=rng.choice([15, 30, 45]),
         )
 
 
