@@ -29,6 +29,8 @@ from sglang_hicache_ext.storage_backends.tier_reads import BothDrains, SplitRead
 NEAR_IS_ROOMY = 0.9
 """Share of the near tier's capacity up to which any page is kept; above it, only from its second read on."""
 QUERY_KEYS = 512
+CLOSE_DRAIN_S = 5.0
+"""How long ``close`` lets queued pages go on to the far tier."""
 T = TypeVar("T")
 
 
@@ -272,6 +274,7 @@ class TieredStore:
             if self._is_closed:
                 return
             self._is_closed = True
+        self._mover.wait_idle(CLOSE_DRAIN_S)
         self._mover.close(10.0)
         self._reads.shutdown(wait=False, cancel_futures=True)
         self.near.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
-from harness import Arena, Arm, Measurement, Run, Spread, Trial, drop_page_cache, page_keys, spread_of
+from harness import Arena, Arm, Measurement, Run, Spread, Trial, drop_page_cache, files_below, page_keys, spread_of
 
 from remote_bench.throughput import FINGERPRINT
 from sglang_hicache_ext.config import HiCacheExtConfig
@@ -38,7 +39,7 @@ def run_tiers(run: Run, cluster: LocalCluster, path: str, pages: int, page_bytes
     near.flush()
 
     def sample(first: int, last: int) -> Measurement:
-        drop_page_cache()
+        drop_page_cache(files_below(Path(path) / "near"))
         arena.blank()
         started = time.perf_counter()
         outcomes = store.read(ns, keys[first:last], arena.regions(first, last)).outcomes
