@@ -36,7 +36,7 @@ def test_weights_updated_from_disk_never_meet_old_pages_and_are_found_after_a_re
     with engine_kit.Server(arguments(str(v1), store), "mla", tmp_path / "first.log") as server:
         old = server.generate(PROMPT)
         server.wait_written(PAGES)
-        assert server.call("POST", "/update_weights_from_disk", {"model_path": str(v2)})["success"]
+        assert server.control("POST", "/update_weights_from_disk", {"model_path": str(v2)})["success"]
         new = server.generate(PROMPT)
         assert storage_of(new) == 0
         assert new["out"] != old["out"]
@@ -44,7 +44,7 @@ def test_weights_updated_from_disk_never_meet_old_pages_and_are_found_after_a_re
         state = server.state()
         assert state["weight_epoch"] == ""  # the files name the weights
         check_attach_and_detach(server, store, new)
-        assert server.call("POST", "/update_weights_from_disk", {"model_path": str(v1)})["success"]
+        assert server.control("POST", "/update_weights_from_disk", {"model_path": str(v1)})["success"]
         again = server.generate(PROMPT)
         assert (storage_of(again), again["out"]) == (WHOLE, old["out"])
 
@@ -55,11 +55,11 @@ def test_weights_updated_from_disk_never_meet_old_pages_and_are_found_after_a_re
 
 def check_attach_and_detach(server, store, expected):
     """Detached, the server serves on; attached again by name, it finds the pages of the current weights."""
-    assert server.call("DELETE", "/hicache/storage-backend")
-    server.call("POST", "/flush_cache")
+    assert server.control("DELETE", "/hicache/storage-backend")
+    server.control("POST", "/flush_cache")
     assert server.state() == {}
     assert server.generate(PROMPT)["out"] == expected["out"]
-    server.call("POST", "/flush_cache")
+    server.control("POST", "/flush_cache")
     body = {
         "hicache_storage_backend": "nvme",
         "hicache_storage_backend_extra_config_json": json.dumps(
@@ -67,6 +67,6 @@ def check_attach_and_detach(server, store, expected):
         ),
         "hicache_storage_prefetch_policy": "wait_complete",
     }
-    assert server.call("PUT", "/hicache/storage-backend", body)
+    assert server.control("PUT", "/hicache/storage-backend", body)
     found = server.generate(PROMPT)
     assert (storage_of(found), found["out"]) == (WHOLE, expected["out"])

@@ -181,6 +181,17 @@ class Server:
         except ValueError:
             return text
 
+    def control(self, method, path, body=None, limit_s=30):
+        """A request that SGLang refuses while anything is still running: tried again until it is idle."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                return self.call(method, path, body)
+            except urllib.error.HTTPError as error:
+                if error.code != 400 or time.monotonic() > deadline:
+                    raise EngineError(f"{method} {path}: {error.code} {error.read().decode()}") from error
+                time.sleep(0.2)
+
     def generate(self, ids, new_tokens=6):
         """Greedy output ids and where the prefix came from."""
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
