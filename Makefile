@@ -3,6 +3,7 @@
 #   make cold-start   a real SGLang engine starts cold and takes its prefixes from the NVMe store
 #   make test         the tests CI runs            make test-full   the whole matrices
 #   make lint         style, types, layers         make setup       only the environment
+#   make bench-smoke  the benchmarks, a few seconds each: that they work, not how fast
 #
 # PYTHON=python3.12 picks an interpreter; TORCH_ARGS="--index-url ..." an index with CPU builds of torch.
 
@@ -18,13 +19,18 @@ STAMPS := .build
 
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: setup cold-start test test-unit test-e2e test-full lint format clean
+.PHONY: setup cold-start bench-smoke test test-unit test-e2e test-full lint format clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMPS)/package
 
 cold-start: setup
 	$(PY) benchmarks/cold_start.py $(COLD_START_ARGS)
+
+bench-smoke: setup
+	$(PY) benchmarks/bench_storage.py --smoke
+	$(PY) benchmarks/bench_pipeline.py --smoke
+	$(PY) benchmarks/bench_cold_start.py --smoke
 
 test: test-unit test-e2e
 

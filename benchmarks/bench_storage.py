@@ -47,6 +47,8 @@ def _options(argv: Sequence[str] | None) -> Namespace:
     if args.smoke:
         args.sizes, args.threads, args.sample_bytes, args.rounds = "32k,256k", "1", "16MiB", 1
         args.index_pages = min(args.index_pages, 2_000)
+        if args.arms == ",".join(ARMS):  # nixl makes thousands of files: seconds here, minutes on a busy file system
+            args.arms = ",".join(a for a in ARMS if not a.startswith("nixl"))
     return args
 
 

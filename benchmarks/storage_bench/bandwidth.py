@@ -105,9 +105,8 @@ def _open_all(run: Run, plan: Plan, folder: str, arena: Arena, case: Case) -> li
                 Bench(contestant, case, arena, plan.path, Callers(1)).fill()
             opened.append(contestant)
         except Unavailable as exc:
-            note = f"{name} is not measured: {exc}"
-            if note not in run.notes:
-                run.notes.append(note)
+            if not any(n.startswith(f"{name} is not measured") for n in run.notes):
+                run.notes.append(f"{name} is not measured: {exc}")
     return opened
 
 

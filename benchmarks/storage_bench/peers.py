@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def _storage_config(extra: dict[str, Any]) -> Any:
 
 def _let_sglang_import() -> None:
     """Without torchvision SGLang's modules do not import; the CPU kit of the tests stands in for it."""
+    warnings.filterwarnings("ignore", message=r"Only .* (support|supports) .*", category=UserWarning)
     kit = Path(__file__).resolve().parents[2] / "tests" / "sglang_cpu" / "site" / "cpu_kit.py"
     spec = importlib.util.spec_from_file_location("cpu_kit_for_bench", kit)
     if spec is not None and spec.loader is not None and kit.exists():

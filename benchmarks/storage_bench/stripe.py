@@ -18,7 +18,7 @@ from sglang_hicache_ext.testing.engine_faults import ThrottledEngine
 from storage_bench.shape import BATCH_PAGES, GIB, KIB
 from storage_bench.verdict import GOALS
 
-DRIVE_BYTES_PER_S = 60e6
+DRIVE_BYTES_PER_S = 30e6
 """Bandwidth of one simulated drive; four together stay far below any real one."""
 
 PAGE_BYTES = 256 * KIB
