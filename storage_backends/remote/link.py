@@ -20,6 +20,7 @@ from sglang_hicache_ext.storage_backends.remote.breaker import (
     PutAdmission,
 )
 from sglang_hicache_ext.storage_backends.remote.client import ObjectClient
+from sglang_hicache_ext.storage_backends.remote.direct import HostMemory
 from sglang_hicache_ext.storage_backends.remote.lanes import LateError, WorkerGoneError
 from sglang_hicache_ext.storage_backends.remote.transfer import Copier, Gate, Limits
 from sglang_hicache_ext.storage_backends.remote.wire import ObjectNames
@@ -76,9 +77,11 @@ class Link:
 
     def __init__(
         self, config: HiCacheExtConfig, client: ObjectClient, names: ObjectNames, clock: Clock, metrics: Metrics,
-        arbiter: Arbiter | None = None,
+        arbiter: Arbiter | None = None, host: HostMemory | None = None,
     ) -> None:  # fmt: skip
         self.config, self.client, self.names, self.clock, self.metrics = config, client, names, clock, metrics
+        self.host = host
+        """Host memory that Mooncake may write to itself; None unless ``remote_zero_copy`` is on."""
         self.read_gate: Gate | None = ArbiterGate(arbiter, Traffic.PREFETCH) if arbiter else None
         self.write_gate: Gate | None = ArbiterGate(arbiter, Traffic.BACKUP) if arbiter else None
         self.batch_pages = CHUNK_PAGES if arbiter else 1 << 16

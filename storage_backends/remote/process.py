@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,6 +67,11 @@ class WorkerLife(Protocol):
 
     def is_alive(self) -> bool: ...
 
+    @property
+    def has_ended(self) -> bool:
+        """True once ``kill`` was asked for and is complete. Never blocks."""
+        ...
+
 
 def _lanes(ring: Ring, sockets: list[socket.socket], data: int) -> LanePool:
     data_lanes = [Lane(s, ring, ring.halves(i)) for i, s in enumerate(sockets[:data])]
@@ -103,6 +107,10 @@ class ProcessWorker:
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def has_ended(self) -> bool:
+        return not self.is_alive()
 
     def kill(self, timeout_s: float) -> bool:
         self._process.send_signal(signal.SIGKILL)
@@ -156,7 +164,9 @@ class ThreadWorker:
 
     spec: WorkerSpec
     info: dict[str, Any] = field(default_factory=dict)
-    _is_closed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _reaper: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -185,13 +195,23 @@ class ThreadWorker:
         return all(t.is_alive() for t in self._threads)
 
     def kill(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        self.pool.dispose()
+        with self._lock:
+            if self._reaper is None:
+                self.pool.dispose()
+                self._reaper = threading.Thread(target=self._reap, daemon=True, name="hicache-ext-reaper")
+                self._reaper.start()
+        return self._ended.wait(timeout_s)
+
+    def _reap(self) -> None:
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(t.is_alive() for t in self._threads):
-            return False
-        if not self._is_closed:
-            self._is_closed = True
-            self.engine.close()
-        return True
+            thread.join()
+        self.engine.close()
+        self._ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def register(self, addr: int, nbytes: int) -> int:
+        """Let the client write into further memory of this process; a negative code when it cannot."""
+        return int(self.engine.register(addr, nbytes))

@@ -8,6 +8,7 @@ from sglang_hicache_ext.outcome import Outcome
 from sglang_hicache_ext.page import Regions
 from sglang_hicache_ext.ports import Namespace, ReadResult
 from sglang_hicache_ext.storage_backends.remote.absence import classify
+from sglang_hicache_ext.storage_backends.remote.direct import read_direct, with_draining
 from sglang_hicache_ext.storage_backends.remote.link import Link
 from sglang_hicache_ext.storage_backends.remote.transfer import Limits, PageJob, read_pages
 
@@ -19,22 +20,28 @@ def read(
     link: Link, ns: Namespace, others: Sequence[Namespace], keys: Sequence[bytes], regions: Regions,
     deadline_s: float | None,
 ) -> ReadResult:  # fmt: skip
-    """Read pages through the staging ring. Host pages are written by this thread (and its copiers) only."""
+    """Read pages through the staging ring: host pages are written by this thread (and its copiers) only. With zero-copy,
+    pages whose transfer failed are draining instead."""
     names = link.names.names(ns.id, list(keys))
     out: list[Outcome | None] = [None] * len(keys)
     rows = _worth_asking(link, names, out)
-    if rows and (regions.page_bytes + 64) > _half_bytes(link):
+    is_direct = link.host is not None and link.host.holds(regions)
+    worker, draining = link.client.worker, list[int]()
+    if rows and not is_direct and (regions.page_bytes + 64) > _half_bytes(link):
         link.metrics.add("remote_oversized_pages", len(rows))
         rows = _set_all(out, rows, Outcome.READ_ERROR)
     if rows:
         job = PageJob(ns.id, keys, names, regions)
-        _transfer(link, job, rows, link.limits(len(rows), deadline_s, link.read_gate), out)
+        draining = _transfer(link, job, rows, link.limits(len(rows), deadline_s, link.read_gate), out, is_direct)
         _after(link, job, rows, out)
         absent = [r for r in rows if out[r] is Outcome.ABSENT]
         for row, (outcome, _) in zip(absent, classify(link, ns, others, [keys[r] for r in absent]), strict=True):
             out[row] = outcome
     outcomes = tuple(o if o is not None else Outcome.READ_ERROR for o in out)
-    return ReadResult(outcomes)
+    if draining and worker is not None:
+        link.metrics.add("remote_draining_pages", len(draining))
+        link.client.condemn(worker, "a zero-copy transfer failed")
+    return with_draining(outcomes, draining, worker)
 
 
 def _half_bytes(link: Link) -> int:
@@ -60,19 +67,24 @@ def _worth_asking(link: Link, names: Sequence[str], out: list[Outcome | None]) -
     return [r for r in rows if out[r] is None]
 
 
-def _transfer(link: Link, job: PageJob, rows: list[int], limits: Limits, out: list[Outcome | None]) -> None:
+def _transfer(
+    link: Link, job: PageJob, rows: list[int], limits: Limits, out: list[Outcome | None], is_direct: bool
+) -> list[int]:
+    """Returns the rows whose host memory may still be written to; always none through the ring."""
     suspects: list[int] = []
     if link.peers.any_blamed:
         rows, suspects = _split_by_peer(link, job, rows, out)
     lease = link.client.lease(limits.deadline) if rows or suspects else None
     if lease is None:
-        _set_all(out, [*rows, *suspects], Outcome.LATE if link.client.is_up else Outcome.READ_ERROR)
-        return
+        return _set_all(out, [*rows, *suspects], Outcome.LATE if link.client.is_up else Outcome.READ_ERROR)
     pool, lane = lease
+    draining: list[int] = []
     try:
-        if rows:
+        if is_direct:
+            draining = read_direct(job, [*rows, *suspects], lane, limits, out)
+        elif rows:
             read_pages(job, rows, lane, limits, link.copier, out)
-        if suspects and job.is_clean:
+        if suspects and job.is_clean and not is_direct:
             short = Limits(limits.deadline, min(limits.transfer_s, PROBE_S), limits.batch_pages, limits.gate)
             read_pages(job, suspects, lane, short, link.copier, out)
     except BaseException:
@@ -80,6 +92,7 @@ def _transfer(link: Link, job: PageJob, rows: list[int], limits: Limits, out: li
         raise
     finally:
         link.client.give_back(pool, lane, is_clean=job.is_clean, settles_by=job.settles_by)
+    return draining
 
 
 def _split_by_peer(link: Link, job: PageJob, rows: list[int], out: list[Outcome | None]) -> tuple[list[int], list[int]]:

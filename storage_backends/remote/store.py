@@ -27,6 +27,7 @@ from sglang_hicache_ext.ports import Clock, Namespace, ReadResult, StoreStats, S
 from sglang_hicache_ext.storage_backends.remote import capability, reading, writing
 from sglang_hicache_ext.storage_backends.remote.absence import classify
 from sglang_hicache_ext.storage_backends.remote.client import ObjectClient
+from sglang_hicache_ext.storage_backends.remote.direct import HostMemory
 from sglang_hicache_ext.storage_backends.remote.handshake import WrongSecretError, shake_hands
 from sglang_hicache_ext.storage_backends.remote.link import Link
 from sglang_hicache_ext.storage_backends.remote.process import (
@@ -74,7 +75,8 @@ class RemoteStore:
         self.transport = capability.choose_transport(config)
         self._names = ObjectNames(config.tenant, capability.read_secret(config))
         self._spec = self._worker_spec(engine, engine_path)
-        self._life = ThreadWorker if in_process else ProcessWorker
+        self._life = ThreadWorker if in_process or config.remote_zero_copy else ProcessWorker
+        self._host = HostMemory() if config.remote_zero_copy else None
         self.metrics = Metrics()
         self.warning = ""
         self._closed = False
@@ -86,7 +88,7 @@ class RemoteStore:
         if arbiter is None and config.arbiter:
             arbiter = Arbiter(config.arbiter, config.arbiter_rate)
         self._arbiter, self._owns_arbiter = arbiter, owns_arbiter
-        self._link = Link(config, client, self._names, clock, self.metrics, arbiter)
+        self._link = Link(config, client, self._names, clock, self.metrics, arbiter, self._host)
         self._connect()
 
     def _worker_spec(self, engine: str, engine_path: tuple[str, ...]) -> WorkerSpec:
@@ -106,6 +108,9 @@ class RemoteStore:
         except BaseException:
             worker.kill(5.0)
             raise
+        if isinstance(worker, ThreadWorker) and self._host is not None:
+            for addr, nbytes in self._host.ranges():
+                worker.register(addr, nbytes)
         if self.warning:
             logger.warning("remote tier: %s", self.warning)
         return worker
@@ -191,6 +196,20 @@ class RemoteStore:
         self.metrics.add("written_bytes", result.outcomes.count(WriteOutcome.STORED) * regions.page_bytes)
         return result
 
+    def register_memory(self, addr: int, nbytes: int) -> bool:
+        """Offer host memory for zero-copy reads; False, and nothing done, unless ``remote_zero_copy`` is on."""
+        self._check_open()
+        worker = self._link.client.worker
+        if self._host is None or not isinstance(worker, ThreadWorker) or worker.register(addr, nbytes) < 0:
+            return False
+        self._host.add(addr, nbytes)
+        return True
+
+    def unregister_memory(self, addr: int) -> None:
+        """Take no more zero-copy reads there. Mooncake keeps its own registration until the client ends."""
+        if self._host is not None:
+            self._host.discard(addr)
+
     def why_absent(self, ns: Namespace, keys: Sequence[bytes]) -> tuple[Outcome, ...]:
         """ABSENT, EVICTED (this process saw it), MISMATCH (under another namespace of this process) or LOADED."""
         return tuple(outcome for outcome, _ in self.explain(ns, keys))
@@ -250,7 +269,7 @@ class RemoteStore:
             "has_tenant_secret": bool(c.tenant_secret_file), "replicas": c.remote_replicas,
             "transport": {"requested": t.requested, "effective": t.effective, "reason": t.reason},
             "isolation": "thread" if self._life is ThreadWorker else "process",
-            "staging_bytes": c.staging, "lanes": c.remote_lanes, "deadline_s": c.remote_deadline_s,
+            "zero_copy": c.remote_zero_copy, "staging_bytes": c.staging, "lanes": c.remote_lanes, "deadline_s": c.remote_deadline_s,
             "breaker": str(self._link.backend.state), "peers": self._link.peers.states(),
             "client": self._link.client.describe(), "arbiter": self._arbiter.describe() if self._arbiter else None,
         }  # fmt: skip

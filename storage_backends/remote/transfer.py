@@ -223,7 +223,7 @@ def _deliver(
         if code == job.object_bytes:
             arrived.append((row, lane.ring.base + half + position * job.stride))
         else:
-            out[row] = _refusal(job, row, code)
+            out[row] = refusal(job, row, code)
 
     def one(i: int) -> None:
         row, slot = arrived[i]
@@ -232,7 +232,8 @@ def _deliver(
     copier.run(one, len(arrived))
 
 
-def _refusal(job: PageJob, row: int, code: int) -> Outcome:
+def refusal(job: PageJob, row: int, code: int) -> Outcome:
+    """What an error code means for a page; notes what may still move bytes."""
     if code >= 0:
         return Outcome.MISMATCH  # an object of another length: stored by a writer with another idea of the page
     if code in (NOT_FOUND, NOT_READY):

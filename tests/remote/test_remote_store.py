@@ -430,3 +430,64 @@ def test_what_the_digest_covers_is_the_page_as_it_was_sent(fake_store: Make, pag
     _, engine, names = written(store, p)
     stored = engine.objects[names[0]]
     assert stored[wire.HEADER_BYTES :] == np.ascontiguousarray(p.data[0]).tobytes()
+
+
+def zero_copy(fake_store: Make, p: Any, **config: Any) -> RemoteStore:
+    store = fake_store(remote_zero_copy=True, **config)
+    assert store.register_memory(p.target.ctypes.data, p.target.nbytes)
+    return store
+
+
+def test_zero_copy_reads_into_registered_memory_without_the_ring_and_still_proves_every_page(
+    fake_store: Make, pages: MakePages
+) -> None:
+    p = pages(300)
+    store = zero_copy(fake_store, p)
+    ns, engine, names = written(store, p)
+    engine.targets.clear()
+    damaged = bytearray(engine.objects[names[7]])
+    damaged[500] ^= 1
+    engine.objects[names[7]] = bytes(damaged)
+    result = store.read(ns, p.keys, p.target_regions)
+    assert result.outcomes.count(Outcome.LOADED) == 299 and result.outcomes[7] is Outcome.CORRUPT
+    assert result.drain is None and engine.targets == []
+    good = [i for i in range(300) if i != 7]
+    assert (p.target[good] == p.data[good]).all()
+
+
+def test_zero_copy_into_memory_that_was_not_offered_goes_through_the_ring(fake_store: Make, pages: MakePages) -> None:
+    p, other = pages(8), pages(8)
+    store = zero_copy(fake_store, other)
+    ns, engine, _ = written(store, p)
+    engine.targets.clear()
+    assert set(store.read(ns, p.keys, p.target_regions).outcomes) == {Outcome.LOADED}
+    assert len(engine.targets) == 8
+    assert not fake_store().register_memory(p.target.ctypes.data, p.target.nbytes), "off by default"
+
+
+def test_zero_copy_pages_of_a_hung_read_drain_until_the_client_has_ended(fake_store: Make, pages: MakePages) -> None:
+    p = pages(4)
+    store = zero_copy(fake_store, p, remote_lanes=4)
+    ns, engine, names = written(store, p)
+    first = store._link.client._worker
+    engine.hanging.update(names)
+    result = store.read(ns, p.keys, p.target_regions)
+    assert set(result.outcomes) == {Outcome.LATE} and result.draining == (0, 1, 2, 3)
+    assert result.drain is not None and not result.drain.wait(0.05)
+    engine.resume.set()  # the late bytes land in the host pages now: that is why they are draining
+    assert result.drain.wait(10.0) and result.drain.is_done() and engine.closed
+    wait_for(lambda: store._link.client._worker not in (None, first), "a new client")
+    assert set(store.write(ns, p.keys, p.source_regions).outcomes) == {WriteOutcome.STORED}
+    store._link.negative.clear()
+    store._link.peers.forgive({"node-0"})
+    assert set(store.read(ns, p.keys, p.target_regions).outcomes) == {Outcome.LOADED}
+
+
+def test_zero_copy_pages_that_failed_drain_too(fake_store: Make, pages: MakePages) -> None:
+    p = pages(4)
+    store = zero_copy(fake_store, p, remote_lanes=4)
+    ns, engine, names = written(store, p)
+    engine.failing.add(names[2])
+    result = store.read(ns, p.keys, p.target_regions)
+    assert result.outcomes.count(Outcome.LOADED) == 3 and result.draining == (2,)
+    assert result.drain is not None and result.drain.wait(10.0)
