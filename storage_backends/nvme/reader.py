@@ -108,7 +108,7 @@ class Reader:
         bad = np.flatnonzero(good & ~inside)
         call.codes[bad] = CORRUPT
         if len(bad):
-            self._drop(call, bad, entries)
+            self.drop(call, bad, entries)
         return np.flatnonzero(good & inside)
 
     def _split(self, rows: NDArray[np.int64], entries: NDArray[np.void]) -> list[_Rows]:
@@ -249,7 +249,7 @@ class Reader:
         """After the second look: unchanged entry and wrong bytes are proof of corruption; a lost race is EVICTED."""
         short = [r for r in rows.tolist() if call.codes[r] == SHORT]
         for row in short:
-            if self._is_truncated(entries[row]):
+            if self.is_truncated(entries[row]):
                 call.codes[row] = UNPROVEN
             else:
                 call.codes[row] = READ_ERROR
@@ -257,10 +257,10 @@ class Reader:
         if not len(bad):
             return
         call.codes[bad] = CORRUPT
-        gone = self._drop(call, bad, entries)
+        gone = self.drop(call, bad, entries)
         call.codes[bad[~gone]] = EVICTED
 
-    def _is_truncated(self, entry: Any) -> bool:
+    def is_truncated(self, entry: Any) -> bool:
         """Whether the segment file lacks the page. A whole directory that is gone (an unmounted drive) proves nothing."""
         end = int(entry["block"]) * ALIGN + align_up(int(entry["nbytes"]))
         path = self._layout.segment_path(int(entry["segment"]))
@@ -271,7 +271,7 @@ class Reader:
         except OSError:
             return False
 
-    def _drop(self, call: ReadCall, rows: NDArray[np.int64], entries: NDArray[np.void]) -> NDArray[np.bool_]:
+    def drop(self, call: ReadCall, rows: NDArray[np.int64], entries: NDArray[np.void]) -> NDArray[np.bool_]:
         """Remove entries that are still what was read by; [rows] bool: was unchanged and is removed."""
         with self._index.write() as txn:
             gone = self._index.swap(txn, call.number, [call.keys[r] for r in rows.tolist()], entries[rows], None)

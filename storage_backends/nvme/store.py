@@ -35,6 +35,7 @@ from sglang_hicache_ext.storage_backends.nvme.heat import Heat
 from sglang_hicache_ext.storage_backends.nvme.index import PAGE, Index, split_key
 from sglang_hicache_ext.storage_backends.nvme.lanes import Lanes
 from sglang_hicache_ext.storage_backends.nvme.layout import load_or_create, opening, prepare
+from sglang_hicache_ext.storage_backends.nvme.parts import StoreParts
 from sglang_hicache_ext.storage_backends.nvme.presence import Presence
 from sglang_hicache_ext.storage_backends.nvme.reader import ReadCall, Reader, draining_of
 from sglang_hicache_ext.storage_backends.nvme.reclaim import Reclaim
@@ -155,7 +156,7 @@ class NvmeStore:
 
     def namespace(self, fingerprint: Fingerprint) -> Namespace:
         """Register ``fingerprint`` (idempotent) and return its handle."""
-        with self._call():
+        with self.call():
             ns = Namespace(fingerprint.namespace_id, fingerprint)
             self._number(ns)
             return ns
@@ -170,7 +171,7 @@ class NvmeStore:
 
     def namespaces(self) -> list[Namespace]:
         """Every namespace on disk whose fingerprint is known in words."""
-        with self._call():
+        with self.call():
             known = [(i, words) for i, _, words in self._index.namespaces() if words is not None]
             return [Namespace(ns_id, Fingerprint.from_words(words)) for ns_id, words in known]
 
@@ -178,7 +179,7 @@ class NvmeStore:
         """(key, bytes) of each page of ``ns``; not a snapshot, each page at most once."""
         after = b""
         while True:
-            with self._call():
+            with self.call():
                 batch = self._index.scan(self._number(ns), after)
             if not batch:
                 return
@@ -198,12 +199,12 @@ class NvmeStore:
 
     def contains(self, ns: Namespace, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """[keys] bool: published. One index transaction, no system call per key."""
-        with self._call():
+        with self.call():
             return self._index.contains(self._number(ns), keys)
 
     def hit_pages(self, ns: Namespace, keys: Sequence[bytes], hold_s: float = 0.0) -> int:
         """Count the leading keys present; their segments are held against reclaim for ``hold_s`` seconds."""
-        with self._call():
+        with self.call():
             number = self._number(ns)
             found, entries = self._index.lookup(number, keys)
             hits = int(np.argmin(found)) if not found.all() else len(keys)
@@ -217,7 +218,7 @@ class NvmeStore:
 
     def explain(self, ns: Namespace, keys: Sequence[bytes]) -> list[tuple[Outcome, str]]:
         """``why_absent`` with one sentence per key; a MISMATCH names the differing fields."""
-        with self._call():
+        with self.call():
             return self._explainer.explain(ns, self._number(ns), keys)
 
     # -------------------------------------------------------------------------------------------- pages
@@ -227,7 +228,7 @@ class NvmeStore:
     ) -> ReadResult:
         """Read pages into ``regions``; each is verified before it counts as LOADED."""
         _check_rows(keys, regions)
-        with self._call():
+        with self.call():
             started = time.monotonic()
             budget = self._config.read_deadline_s if deadline_s is None else deadline_s
             codes = np.full(len(keys), UNDECIDED, np.int8)
@@ -248,7 +249,7 @@ class NvmeStore:
     ) -> WriteResult:
         """Write pages; each is published only after its bytes are in place."""
         _check_rows(keys, regions)
-        with self._call():
+        with self.call():
             started = time.monotonic()
             budget = self._config.write_deadline_s if deadline_s is None else deadline_s
             codes = np.full(len(keys), UNDECIDED, np.int8)
@@ -264,12 +265,12 @@ class NvmeStore:
 
     def remove(self, ns: Namespace, keys: Sequence[bytes]) -> int:
         """Forget pages; returns how many were there. After losing the index they may be found again."""
-        with self._call():
+        with self.call():
             return self._removal.remove(self._number(ns), keys)
 
     def clear(self, ns: Namespace | None = None) -> int:
         """Forget every page of ``ns`` (all when None); safe while I/O runs. The space stays the store's."""
-        with self._call():
+        with self.call():
             return self._removal.clear(None if ns is None else self._number(ns))
 
     def verify(self, ns: Namespace, keys: Sequence[bytes], page_bytes: int) -> tuple[Outcome, ...]:
@@ -291,7 +292,7 @@ class NvmeStore:
         A write call returns published pages only after that, so this waits for calls still running in other threads
         and for late I/O.
         """
-        with self._call():
+        with self.call():
             deadline = time.monotonic() + timeout_s
             with self._idle:
                 if not self._idle.wait_for(lambda: self._calls <= 1, timeout_s):
@@ -305,7 +306,7 @@ class NvmeStore:
         return segments + self._index.bytes_on_disk + self.layout.heat_bytes + self._presence.small_files_bytes()
 
     def stats(self) -> StoreStats:
-        with self._call():
+        with self.call():
             counters = self.metrics.snapshot().counters
             return StoreStats(self._index.page_count(), self.used_bytes, self._config.capacity, counters)
 
@@ -364,8 +365,16 @@ class NvmeStore:
         if self._index.close() and self._presence.is_alone:
             recovery.mark_clean(self.layout.index_dir)
 
+    def parts(self, ns: Namespace) -> StoreParts:
+        """What other forms of reading (``layered_reads``) build on; used inside ``call``."""
+        with self.call():
+            return StoreParts(
+                self._number(ns), self.layout, self._index, self._heat, self._lanes, self._reader, self._explainer
+            )
+
     @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
+    def call(self) -> Iterator[None]:
+        """One use of the open store: ``close`` waits for it, and errors become StoreError."""
         with self._idle:
             if self._closed:
                 raise StoreClosedError("the nvme store is closed")
