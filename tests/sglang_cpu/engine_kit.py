@@ -110,6 +110,7 @@ def run_engine(job, kind, log, limit_s, on_line=lambda line: None, **env):
         finally:
             watchdog.cancel()
             end_group(child)
+            child.stdout.close()
     if "done" not in result or len(result["answers"]) != job["prompts"]:
         raise EngineError(f"the engine ended early; the end of {log}:\n{tail(log)}")
     return result
