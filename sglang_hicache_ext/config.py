@@ -143,6 +143,19 @@ class HiCacheExtConfig:
         0.0, "Prefill rate for the deadline policy; 0 measures it.", kind="number", low=0, high=1e9
     )
 
+    linker_path: str = _opt(
+        "auto",
+        "How the direct linker moves bytes. direct: into host-visible pools. bounce: pinned memory and a copy. gds: kvikio.",
+        allowed=("auto", "direct", "bounce", "gds"),
+    )
+    linker_queue_pages: int = _opt(
+        4096,
+        "Pages the direct linker keeps waiting for their write; more are declined and offered again.",
+        kind="int",
+        low=1,
+        high=1 << 20,
+    )
+
     master: str = _opt(
         "",
         "Mooncake master of the remote tier: host:port, or etcd://host:port;host:port with several masters.",
