@@ -65,10 +65,16 @@ def _summary(document: Mapping[str, Any]) -> str:
         if figure is not None and name in spreads and spreads[name]["n"] > 1:
             text += f" [{spreads[name]['min']:.3g}..{spreads[name]['max']:.3g}]"
         wanted = f"{goal['op']} {goal['value']:g}" if goal else ""
-        state = {True: "reached", False: "missed", None: "not measured" if goal else ""}[reached]
+        state = {True: "reached", False: "missed", None: _unjudged(goal, figure)}[reached]
         lines.append([name, text, wanted, goal["meaning"] if goal else "", state])
         marks.append({True: "good", False: "bad", None: ""}[reached])
     return html_table(lines, marks)
+
+
+def _unjudged(goal: object, figure: float | None) -> str:
+    if not goal:
+        return ""
+    return "not measured" if figure is None else "not judged: smoke run"
 
 
 def _errors(document: Mapping[str, Any]) -> str:

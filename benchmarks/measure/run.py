@@ -166,10 +166,15 @@ class Run:
                 "op": goal.op,
                 "value": goal.value,
                 "meaning": goal.meaning,
-                "is_reached": goal.holds(self.summary.get(name)),
+                "is_reached": self._is_reached(name),
             }
             for name, goal in self.goals.items()
         }
+
+    def _is_reached(self, name: str) -> bool | None:
+        """A smoke run is too short to be judged."""
+        goal = self.goals.get(name)
+        return None if goal is None or self.is_smoke else goal.holds(self.summary.get(name))
 
     @property
     def exit_code(self) -> int:
@@ -199,8 +204,8 @@ class Run:
         parts.append("")
         for name, figure in self.summary.items():
             goal = self.goals.get(name)
-            state = {True: "reached", False: "MISSED", None: "not measured"}
-            tail = f"  goal {goal.op} {goal.value:g}: {state[goal.holds(figure)]}  ({goal.meaning})" if goal else ""
+            state = {True: "reached", False: "MISSED", None: "not judged" if figure is not None else "not measured"}
+            tail = f"  goal {goal.op} {goal.value:g}: {state[self._is_reached(name)]}  ({goal.meaning})" if goal else ""
             parts.append(f"{name:32} {'-' if figure is None else f'{figure:10.4g}'}{tail}")
         return "\n".join(parts) + "\n"
 

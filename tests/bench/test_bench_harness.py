@@ -155,6 +155,13 @@ def test_json_has_everything_a_reader_needs(tmp_path: Path) -> None:
     assert set(metrics) == {"n", "p50", "p90", "p99", "min", "max", "spread"} and metrics["n"] == 9
 
 
+def test_a_smoke_run_is_not_judged(tmp_path: Path) -> None:
+    run = Run("bench_test", path=tmp_path, is_smoke=True, out=io.StringIO())
+    run.conclude("share", 0.1, Goal(">=", 0.9, "a goal"))
+    assert run.words()["goals"]["share"]["is_reached"] is None
+    assert "not judged" in run.text(run.words()) and "MISSED" not in run.text(run.words())
+
+
 def test_the_report_is_one_self_contained_page_and_plots_are_png(tmp_path: Path) -> None:
     run = _run(tmp_path)
     run.measure("256 KiB <read>", [_arm("ours"), _arm("peer", error=OSError("no"))], rounds=1)
