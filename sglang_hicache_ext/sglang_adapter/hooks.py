@@ -230,7 +230,8 @@ def _identity_of_update(updater: Any, request: Any) -> str:
     if not path or not plain or getattr(updater, "draft_worker", None) is not None:
         return ""
     try:
-        return identity.identity_of(str(path))
+        found = identity.identity_of(str(path))
+        return "" if found.startswith(identity.BY_NAME) else found
     except OSError as error:
         logger.warning("the weights at %s cannot be read (%s); the new epoch is random", path, error)
         return ""

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 BENIGN_CONFIG_KEYS = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "architectures_source"})
 """Fields of a model config that name where it came from; they change no byte of the KV cache."""
 
+BY_NAME = "name:"
+"""Begins an identity that could not be taken from files."""
+
 SHARDED_ON_REPLICATED_ANCHOR = frozenset({"mamba"})
 """Pools that every TP rank owns a shard of even where the KV pool is replicated (MLA).
 
@@ -75,7 +78,7 @@ def deployment_of(storage_config: Any, namespace: str) -> Deployment:
     tag = str(extra.get("extra_backend_tag") or "")
     facts = _facts(args) if args is not None else {"model_name": str(storage_config.model_name or "")}
     return Deployment(
-        weights=_target_weights(args) or f"name:{storage_config.model_name or ''}",
+        weights=_target_weights(args) or f"{BY_NAME}{storage_config.model_name or ''}",
         config_hash=_config_hash(args),
         draft=_draft_weights(args),
         adapters=_adapters(args),
@@ -101,15 +104,12 @@ def server_args() -> Any:
 
 
 def _facts(args: Any) -> dict[str, str]:
-    names = (
-        "quantization",
-        "dtype",
-        "kv_cache_dtype",
-        "quantization_param_path",
-        "speculative_algorithm",
-        "load_format",
-    )
-    return {name: str(getattr(args, name)) for name in names if getattr(args, name, None) not in (None, "auto")}
+    names = ("quantization", "dtype", "kv_cache_dtype", "speculative_algorithm", "load_format")
+    facts = {name: str(getattr(args, name)) for name in names if getattr(args, name, None) not in (None, "auto")}
+    scales = getattr(args, "quantization_param_path", None)
+    if scales:
+        facts["kv_scales"] = _identity_at_start(str(scales), None)
+    return facts
 
 
 @lru_cache(maxsize=16)
@@ -134,7 +134,7 @@ def identity_of(model_path: str, revision: str | None = None) -> str:
     identity = weights_identity(directory) if directory else ""
     if not identity:
         logger.warning("the weights of %s cannot be read; its name and revision stand in for them", model_path)
-    return identity or f"name:{model_path}@{revision or ''}"
+    return identity or f"{BY_NAME}{model_path}@{revision or ''}"
 
 
 @lru_cache(maxsize=16)

@@ -209,3 +209,82 @@ def test_a_missing_attribute_of_sglang_is_named():
         "sglang_hicache_ext.errors.ConfigError.what_is_not_there",
         "no_such_module.x",
     ]
+
+
+def test_an_update_from_files_that_cannot_be_read_gets_no_name(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from sglang_hicache_ext.sglang_adapter import hooks
+
+    updater = SimpleNamespace(draft_worker=None)
+    write_safetensors(tmp_path / "m.safetensors", {"w": b"1" * 300})
+    named = hooks._identity_of_update(updater, SimpleNamespace(model_path=str(tmp_path), load_format=None))
+    assert named == weights_identity(tmp_path)
+    gone = SimpleNamespace(model_path=str(tmp_path / "gone"), load_format=None)
+    assert hooks._identity_of_update(updater, gone) == ""
+    other = SimpleNamespace(model_path=str(tmp_path), load_format="layered")
+    assert hooks._identity_of_update(updater, other) == ""
+    with_draft = SimpleNamespace(draft_worker=object())
+    assert hooks._identity_of_update(with_draft, SimpleNamespace(model_path=str(tmp_path), load_format=None)) == ""
+
+
+class Update:
+    """An update of weights as SGLang's updater runs it; ``flushes`` says whether it drops its caches."""
+
+    def __init__(self, succeeds=True, flushes=True, model_path=None):
+        self.succeeds, self.flushes, self.model_path, self.load_format = succeeds, flushes, model_path, None
+
+    def __call__(self, updater, request):
+        from types import SimpleNamespace
+
+        from sglang_hicache_ext.sglang_adapter import hooks
+
+        assert hooks.CURRENT.is_mixed  # before the first weight moves
+        if self.flushes:
+            hooks._after_flush(True, None)
+        return SimpleNamespace(success=self.succeeds)
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    """Run one update through the hook; returns (run, epoch)."""
+    from types import SimpleNamespace
+
+    from sglang_hicache_ext.sglang_adapter import hooks
+
+    epoch = WeightEpoch()
+    monkeypatch.setattr(hooks, "CURRENT", epoch)
+    monkeypatch.setattr(hooks, "_hicache_is_on", lambda: True)
+    monkeypatch.setattr(hooks.sglang_api, "next_operation_id", lambda: 7)
+    updater = SimpleNamespace(draft_worker=None, tp_cpu_group=None)
+
+    def run(**how):
+        update = Update(**how)
+        hooks._update_weights(update, updater, update)
+        return epoch.now
+
+    return run, epoch
+
+
+def test_every_kind_of_update_starts_an_epoch_that_never_was(updates, tmp_path):
+    pytest.importorskip("torch")
+    run, epoch = updates
+    write_safetensors(tmp_path / "m.safetensors", {"w": b"1" * 300})
+    seen = [run().value, run().value, run(flushes=False).value, run(succeeds=False).value]
+    assert len({"", *seen}) == 5
+    assert epoch.now.weights is None
+    from_disk = run(model_path=str(tmp_path))
+    assert (from_disk.value, from_disk.weights) == ("", weights_identity(tmp_path))
+    assert from_disk.first_operation == 7
+
+
+def test_an_update_from_disk_that_failed_names_nothing(updates, tmp_path):
+    pytest.importorskip("torch")
+    run, epoch = updates
+    write_safetensors(tmp_path / "m.safetensors", {"w": b"1" * 300})
+    for flushes in (True, False):
+        run(succeeds=False, flushes=flushes, model_path=str(tmp_path))
+        assert epoch.is_mixed
+        epoch.flushed(9)
+        assert epoch.now.weights is None
+        assert epoch.now.value != ""
