@@ -194,7 +194,8 @@ def main() -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{TASK['path']}.rendezvous", rank=RANK, world_size=RANKS
     )
-    with get_parallel().override(tp_rank=RANK, tp_size=RANKS, pp_rank=0, pp_size=1):
+    ranks = {"tp_rank": RANK, "tp_size": RANKS, "attn_tp_rank": RANK, "attn_tp_size": RANKS}
+    with get_parallel().override(**ranks, moe_tp_rank=RANK, moe_tp_size=RANKS, pp_rank=0, pp_size=1):
         produce()
         for case in TASK["cases"]:
             print("CASE " + json.dumps(consume(case), default=str), flush=True)
