@@ -1,6 +1,7 @@
 """A real engine starts cold and takes its prefixes from our store, with the tokens it would have computed."""
 
 import itertools
+import os
 
 import pytest
 
@@ -38,7 +39,10 @@ def runs(models_dir, tmp_path, kind, tp, layout, backend, names, **env):
             "new_tokens": NEW_TOKENS,
             "expect_written_pages": PROMPTS * (TOKENS // 64) if name == "write" else 0,
         }
-        bind = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp)} if tp > 1 else {}
+        cores = sorted(os.sched_getaffinity(0))
+        bind = (
+            {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[r % len(cores)]) for r in range(tp))} if tp > 1 else {}
+        )
         found[name] = engine_kit.run_engine(job, kind, tmp_path / f"{name}.log", engine_kit.LIMIT_S, **bind, **env)
     return found
 
