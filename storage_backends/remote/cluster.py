@@ -173,17 +173,31 @@ class LocalCluster:
 
     def add_node(self) -> Node:
         """Start a store node and wait until it lends its memory."""
-        port = free_port()
         folder = self.folder / f"ssd{len(self.running)}"
         folder.mkdir(exist_ok=True)
-        before = _mounted(self.folder)
+        return self._start_node(folder)
+
+    def restart_node(self, node: Node) -> Node:
+        """Start a node that has ended again, on the SSD folder of the old one."""
+        return self._start_node(self.folder / f"ssd{self.running.index(node)}")
+
+    def _start_node(self, folder: Path) -> Node:
+        port, before = free_port(), _mounted(self.folder)
         node = self._spawn(
             "mooncake_client", port, "--host=127.0.0.1", f"--global_segment_size={self.node_bytes}",
             f"--master_server_address={self.master_address}", "--metadata_server=P2PHANDSHAKE", f"--port={port}",
             "--protocol=tcp", f"--enable_offload={str(self.offload).lower()}",
-            environment={"MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(folder), "MC_TCP_BIND_ADDRESS": "127.0.0.1"},
+            environment={
+                "MC_TCP_BIND_ADDRESS": "127.0.0.1", "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(folder),
+                "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1", "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "16",
+                "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(64 << 20),
+            },
         )  # fmt: skip
-        wait_until(lambda: _mounted(self.folder) > before, START_TIMEOUT_S, f"mooncake_client, see {node.log}")
+        wait_until(
+            lambda: _mounted(self.folder) > before and accepts(port),
+            START_TIMEOUT_S,
+            f"mooncake_client, see {node.log}",
+        )
         return node
 
     def _spawn(self, program: str, port: int, *args: str, environment: dict[str, str] | None = None) -> Node:

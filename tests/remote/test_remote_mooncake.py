@@ -350,3 +350,60 @@ def test_reads_and_writes_from_many_threads_never_mix_pages(
     for thread in threads:
         thread.join(60)
     assert not any(t.is_alive() for t in threads) and not problems
+
+
+ZERO_COPY = """
+import os, sys
+import numpy as np
+from sglang_hicache_ext.config import HiCacheExtConfig
+from sglang_hicache_ext.keys import Fingerprint
+from sglang_hicache_ext.page import regions_of_array
+from sglang_hicache_ext.storage_backends.remote.store import RemoteStore
+store = RemoteStore(HiCacheExtConfig.parse({"master": sys.argv[1], "staging": 64 << 20, "remote_zero_copy": True}))
+data = np.random.default_rng(3).integers(0, 256, (64, 65536), dtype=np.uint8)
+target = np.zeros_like(data)
+keys = [bytes([i]) * 32 for i in range(64)]
+ns = store.namespace(Fingerprint("zero copy"))
+assert store.register_memory(target.ctypes.data, target.nbytes)
+assert all(o.is_stored for o in store.write(ns, keys, regions_of_array(data)).outcomes)
+result = store.read(ns, keys, regions_of_array(target, (40000, 25536)))
+assert set(result.outcomes) == {"loaded"} and (target == data).all(), result
+store.close()
+print("same bytes", flush=True)
+os._exit(0)
+"""
+
+
+def test_zero_copy_delivers_the_same_bytes(shared_cluster: LocalCluster) -> None:
+    command = [sys.executable, "-c", ZERO_COPY, shared_cluster.master_address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "same bytes", done.stderr[-2000:]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_bytes_flipped_on_a_nodes_ssd_are_detected_and_none_delivered(
+    own_cluster: MakeCluster, remote_store: MakeStore, pages: Any
+) -> None:
+    cluster = own_cluster(node_bytes=64 << 20, offload=True, client_ttl_s=3)
+    store, p = remote_store(cluster), pages(64, 256 * KIB)
+    ns = stored(store, p)
+    node = cluster.of_kind("client")[0]
+
+    def on_ssd() -> int:
+        return sum(f.stat().st_size for f in cluster.folder.glob("ssd*/**/*") if f.is_file())
+
+    wait_until(lambda: on_ssd() >= p.data.nbytes, 60.0, "the node has written its pages to the SSD")
+    node.end()
+    for file in cluster.folder.glob("ssd*/**/*"):
+        if file.is_file() and file.stat().st_size > 1 << 20:
+            raw = bytearray(file.read_bytes())
+            raw[100_000::128_000] = bytes(b ^ 0x55 for b in raw[100_000::128_000])
+            file.write_bytes(raw)
+    wait_until(lambda: store.hit_pages(ns, p.keys) == 0, 30.0, "the master has given up on the node")
+    cluster.restart_node(node)
+    wait_until(lambda: bool(store.contains(ns, p.keys).any()), 60.0, "the node offers pages from its SSD again")
+    outcomes = store.read(ns, p.keys, p.target_regions).outcomes
+    no_wrong_byte(outcomes, p)
+    assert Outcome.CORRUPT in outcomes
+    print(f"SSD: {outcomes.count(Outcome.CORRUPT)} corrupt, {outcomes.count(Outcome.LOADED)} good, none wrong")
