@@ -30,11 +30,23 @@ class Guard:
         self._lock = threading.Lock()
         self._last_log: dict[str, float] = {}
         self._quiet: dict[str, int] = {}
+        self._running: dict[int, tuple[str, float]] = {}
+
+    def oldest_inflight(self, leave_out: str = "") -> tuple[str, float]:
+        """(name, seconds) of the call that runs longest now; ("", 0.0) when none does."""
+        running = [r for r in list(self._running.values()) if r[0] != leave_out]
+        if not running:
+            return "", 0.0
+        name, started = min(running, key=lambda r: r[1])
+        return name, time.monotonic() - started
 
     def run(self, name: str, fallback: Callable[[], T], call: Callable[[], T]) -> T:
         """Return ``call()``; when it raises, or the extension is off, ``fallback()``."""
         if self.disabled:
             return fallback()
+        mine = threading.get_ident()
+        outer = self._running.get(mine)
+        self._running[mine] = outer or (name, time.monotonic())
         try:
             return call()
         except StoreClosedError:
@@ -45,6 +57,9 @@ class Guard:
         except Exception as error:
             self._metrics.add("adapter_errors")
             self._log(name, error)
+        finally:
+            if outer is None:
+                self._running.pop(mine, None)
         return fallback()
 
     def _log(self, name: str, error: Exception) -> None:

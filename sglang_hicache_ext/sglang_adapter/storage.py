@@ -20,6 +20,7 @@ from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.sglang_adapter import compat, hooks, pipeline_hook
 from sglang_hicache_ext.sglang_adapter.channel import PoolChannel
 from sglang_hicache_ext.sglang_adapter.epoch import CURRENT
+from sglang_hicache_ext.sglang_adapter.exporting import open_export
 from sglang_hicache_ext.sglang_adapter.generic import GenericPages
 from sglang_hicache_ext.sglang_adapter.guard import Guard
 from sglang_hicache_ext.sglang_adapter.host_pool import open_pool, pool_buffers
@@ -80,6 +81,7 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         self.backend_name = str(extra.get("backend_name", "nvme"))
         self.store = open_named_store(self.backend_name, self.config)
         self._retry = WriteRetry(self.store, self.metrics, self.config.retry_failed_writes)
+        self._export = open_export(self, storage_config)
         LIVE.add(self)
         logger.info("sglang-hicache-ext: store %s is open: %s", self.backend_name, self.store.describe())
 
@@ -222,7 +224,13 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         """SGLang's StorageMetrics since the last call, or None. Called on every scheduler iteration."""
+        if self._export is not None:
+            self._guard.run("export", lambda: None, self._export.tick)
         return self._guard.run("get_stats", lambda: None, self._stats.take)
+
+    def oldest_inflight_s(self) -> float:
+        """Seconds that the longest call into the store runs already; 0.0 when none runs."""
+        return self._guard.oldest_inflight("export")[1]
 
     def clear(self) -> bool:
         """Forget this rank's pages, of every pool and every epoch of this process; safe while I/O runs."""
@@ -266,6 +274,8 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
                 return
             self._is_closed = True
         LIVE.discard(self)
+        if self._export is not None:
+            self._export.close()
         unregister = getattr(self.store, "unregister_memory", None)
         self._guard.run("close", lambda: None, self._retry.close)
         for addr in self._registered_memory if unregister is not None else ():
