@@ -99,7 +99,7 @@ def check(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> No
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    head = f"{'run':<10} {'TTFT s':>8} {'cold':>6} {'pages written':>14} {'pages read':>11} {'MB written':>11} {'MB read':>8} {'GB/s':>6} {'corrupt':>8}"
+    head = f"{'run':<10} {'TTFT s':>8} {'L3 hit':>6} {'pages written':>14} {'pages read':>11} {'MB written':>11} {'MB read':>8} {'GB/s':>6} {'corrupt':>8}"
     rows = [head, "-" * len(head)]
     for run in RUNS:
         state = results[run].get("state") or {}
