@@ -338,7 +338,7 @@ class Pipeline:
             first_blocked_at=op.first_blocked_at,
             last_progress_at=op.last_progress_at,
             pages_ahead=0 if job is None else self._plan.pages_ahead(job),
-            batch_pages=1 if job is None else self._plan.next_batch_pages(job),
+            batch_pages=1 if job is None else self._plan.pages_due(job, op.completed_pages),
             fetch_pages_per_s=self._life.fetch_rate.per_s,
             recompute_pages_per_s=self.prefill_tokens_per_s / self.settings.budget.page_tokens,
             others_waiting=len(self._active) - 1,

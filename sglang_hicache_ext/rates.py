@@ -11,7 +11,7 @@ class RateMeter:
 
     Work that overlaps in time (several I/O workers) counts its wall time once. A single outlier says little about
     the next piece, so one piece counts as at most ``outlier`` times slower than expected; a lasting change is
-    followed within about ten pieces. A piece that brought nothing counts in full and lowers the rate.
+    followed within about twenty pieces. A piece that brought nothing counts in full and lowers the rate.
 
     Attributes:
         half_life: pieces after which an old piece has half its weight.
@@ -19,7 +19,7 @@ class RateMeter:
         total_s: busy seconds of all pieces so far, each as long as it was.
     """
 
-    half_life: float = 4.0
+    half_life: float = 16.0
     outlier: float = 3.0
     total_s: float = 0.0
     _pieces: float = 0.0

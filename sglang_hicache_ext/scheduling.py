@@ -119,6 +119,8 @@ class FairPlan:
             )
             return sum(others)
 
-    def next_batch_pages(self, job: LoadJob) -> int:
+    def pages_due(self, job: LoadJob, completed: int) -> int:
+        """Pages behind ``completed`` that workers read now; of the next batch while there are none. At least 1."""
         with self._lock:
-            return max(1, min(self.sizes.of(job.batches), job.limit - job.next_page))
+            in_flight = job.next_page - completed
+            return max(1, in_flight or min(self.sizes.of(job.batches), job.limit - job.next_page))

@@ -116,6 +116,7 @@ class Node:
     def _stop(self, fetch: Fetch) -> None:
         """End a prefetch at admission: what is there is used, what was not begun is freed, the rest drains."""
         fetch.is_stopped = True
+        self._queue.cut(fetch)
         if fetch.hit is None:
             return
         self.columns.stopped += 1
@@ -202,6 +203,8 @@ class Node:
         columns, fetch = self.columns, item.fetch
         columns.input_tokens += item.request.input_tokens
         columns.cached_tokens += cached_tokens
+        columns.input_pages += len(item.request.pages)
+        columns.cached_pages += cached_pages
         columns.gpu_busy_s += gpu_s
         columns.recomputed_gpu_s += self._storage.prefix(item.request.pages, cached_pages) / self._pages_per_s
         if fetch is not None and fetch.first_blocked_at is not None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from sglang_hicache_ext.page import regions_of_array
 from sglang_hicache_ext.policy import OperationView
 from sglang_hicache_ext.rates import RateMeter
+from sglang_hicache_ext.scheduling import Batch, BatchSizes, FairPlan, LoadJob
 from simulator.loop import EventLoop
 from simulator.spec import NodeSpec
 from simulator.storage import Storage
 from simulator.trace import Request
+
+_NO_MEMORY = regions_of_array(np.zeros((0, 1), np.uint8))
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +26,7 @@ class Fetch:
     Attributes:
         requested: pages asked for.
         hit: pages that L3 has and the host has room for; None until the hit query is back.
-        issued, completed: pages handed to the I/O workers, and leading pages that have arrived.
+        completed: leading pages that have arrived.
         arrived: all pages that have arrived, also those behind a gap and those that came too late.
         is_over: every page that will come has come, or there is nothing to come.
         is_stopped: the policy ended it.
@@ -33,7 +38,7 @@ class Fetch:
     requested: int
     submitted_at: float
     hit: int | None = None
-    issued: int = 0
+    job: LoadJob | None = None
     completed: int = 0
     arrived: int = 0
     in_flight: int = 0
@@ -45,6 +50,11 @@ class Fetch:
     full_before_s: float = 0.0
     last_progress_at: float = 0.0
     gaps: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def issued(self) -> int:
+        """Pages handed to the I/O workers."""
+        return 0 if self.job is None else self.job.next_page
 
     def view(
         self, ahead: int, fetch_pages_per_s: float, recompute_pages_per_s: float, others_waiting: int, busy_s: float
@@ -77,8 +87,25 @@ class Fetch:
             self.last_progress_at = now
 
 
+class InOrderPlan(FairPlan):
+    """SGLang's own order: whole requests, first come, first served, in equal batches."""
+
+    def take(self) -> Batch | None:
+        if not self._jobs:
+            return None
+        job = self._jobs[0]
+        batch = Batch(job, job.next_page, min(job.limit, job.next_page + self.sizes.most))
+        job.next_page = batch.stop
+        if batch.stop >= job.limit:
+            self._jobs.pop(0)
+        return batch
+
+    def pages_ahead(self, job: LoadJob) -> int:
+        return sum(j.limit - j.next_page for j in self._jobs if j.seq < job.seq)
+
+
 class FetchQueue:
-    """Gives batches of pages to ``io_workers`` workers, in turns or request by request.
+    """``io_workers`` workers that read batches in the order of the pipeline's own plan.
 
     Args:
         on_batch: told after each batch has arrived.
@@ -88,57 +115,47 @@ class FetchQueue:
         self, loop: EventLoop, spec: NodeSpec, storage: Storage, page_tokens: int, on_batch: Callable[[Fetch], None]
     ) -> None:
         self._loop, self._storage, self._on_batch = loop, storage, on_batch
-        self._workers, self._is_fair = spec.io_workers, spec.is_fair
-        self.batch_pages = max(1, spec.batch_tokens // page_tokens)
+        most = max(1, spec.batch_tokens // page_tokens)
+        sizes = BatchSizes(min(most, max(1, spec.first_batch_tokens // page_tokens)), most)
+        self._plan = FairPlan(sizes) if spec.is_fair else InOrderPlan(sizes)
         self._page_bytes = float(page_tokens * spec.kv_bytes_per_token)
-        self._queue: deque[Fetch] = deque()
-        self._in_flight = self._pages_in_flight = 0
+        self._idle_workers = spec.io_workers
+        self._count = 0
         self.rate = RateMeter()
 
     def push(self, fetch: Fetch) -> None:
-        self._queue.append(fetch)
+        self._count += 1
+        fetch.job = LoadJob(fetch, self._count, (), _NO_MEMORY, fetch.hit or 0)
+        self._plan.add(fetch.job)
         self._issue()
 
+    def cut(self, fetch: Fetch) -> None:
+        """Begin no further batch of ``fetch``."""
+        if fetch.job is not None:
+            self._plan.cut(fetch.job, 0)
+
     def pages_ahead(self, fetch: Fetch) -> int:
-        """Pages of other requests in flight, or read before the rest of ``fetch``."""
-        rest = (fetch.hit or 0) - fetch.issued
-        ahead = self._pages_in_flight - fetch.issued + fetch.arrived
-        for other in self._queue:
-            if other is not fetch:
-                left = (other.hit or 0) - other.issued
-                ahead += min(left, rest) if self._is_fair else left
-            elif not self._is_fair:
-                break
-        return ahead
+        """Pages of other requests that are read before the rest of ``fetch``."""
+        return 0 if fetch.job is None else self._plan.pages_ahead(fetch.job)
 
     def _issue(self) -> None:
-        while self._queue and self._in_flight < self._workers:
-            fetch = self._queue[0]
-            hit = fetch.hit or 0
-            if fetch.is_stopped or fetch.issued >= hit:
-                self._queue.popleft()
-                continue
-            self._read(fetch, min(self.batch_pages, hit - fetch.issued))
-            if fetch.issued >= hit:
-                self._queue.popleft()
-            elif self._is_fair:
-                self._queue.rotate(-1)
+        while self._idle_workers:
+            batch = self._plan.take()
+            if batch is None:
+                return
+            self._idle_workers -= 1
+            self._read(batch, self._loop.now)
 
-    def _read(self, fetch: Fetch, pages: int) -> None:
-        offset = fetch.issued
-        fetch.issued += pages
+    def _read(self, batch: Batch, started: float) -> None:
+        fetch: Fetch = batch.job.tag
         fetch.in_flight += 1
-        self._in_flight += 1
-        self._pages_in_flight += pages
-        first = fetch.start + offset
-        started = self._loop.now
+        first = fetch.start + batch.start
 
         def arrived() -> None:
-            self._in_flight -= 1
-            self._pages_in_flight -= pages
-            self.rate.record(pages, started, self._loop.now)
-            fetch.arrive(offset, pages, self._loop.now)
+            self._idle_workers += 1
+            self.rate.record(batch.pages, started, self._loop.now)
+            fetch.arrive(batch.start, batch.pages, self._loop.now)
             self._on_batch(fetch)
             self._issue()
 
-        self._storage.read(fetch.request.pages[first : first + pages], self._page_bytes, arrived)
+        self._storage.read(fetch.request.pages[first : first + batch.pages], self._page_bytes, arrived)

@@ -70,7 +70,7 @@ class SharedPrompt:
     agents: int = 400
     system_tokens: int = 16384
     question_tokens: int = 1536
-    rate_per_s: float = 2.5
+    rate_per_s: float = 2.0
     skew: float = 0.3
     page_tokens: int = TRACE_PAGE_TOKENS
 

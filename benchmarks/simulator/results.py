@@ -21,6 +21,7 @@ class RunColumns:
         deadline_misses: requests that kept an idle server waiting longer than recomputing their hit would have taken.
         host_page_s: host pages times the seconds they were allocated for prefetch and of no other use.
         input_tokens, cached_tokens: of all requests; cached counts L1, L2 and L3.
+        input_pages, cached_pages: the same in pages, a partial last page counted as one.
         storage_hit_tokens: hits of the L3 queries.
         prefetches, stopped, declined: prefetches with a hit, ended by the policy, refused for host pages.
         wait_s: seconds that requests waited for L3, time in which no server was free left out.
@@ -35,6 +36,8 @@ class RunColumns:
     host_page_s: float = 0.0
     input_tokens: int = 0
     cached_tokens: float = 0
+    input_pages: int = 0
+    cached_pages: int = 0
     storage_hit_tokens: float = 0
     prefetches: int = 0
     stopped: int = 0

@@ -26,9 +26,9 @@ class NodeSpec:
         l3_stream_Bps: what one read batch can reach alone; 0 for no cap.
         load_back_Bps: host to GPU; overlaps with computing layer by layer.
         query_s: one hit query; one query thread serves all requests in turn.
-        batch_tokens: tokens of one storage read.
+        first_batch_tokens, batch_tokens: tokens of a request's first read, doubling up to the largest.
         io_workers: reads in flight.
-        is_fair: reads rotate between requests; False serves whole requests first come, first served.
+        is_fair: our pipeline's order; False is SGLang's: whole requests, first come, first served, equal batches.
         threshold_tokens: hits below it are recomputed.
         host_share: part of L2 that requested, unfinished prefetches may occupy.
         poll_s: pause between two admission polls of an idle scheduler.
@@ -46,6 +46,7 @@ class NodeSpec:
     l3_write_Bps: float = 8e9
     load_back_Bps: float = 200e9
     query_s: float = 0.0005
+    first_batch_tokens: int = 16 * 64
     batch_tokens: int = SGLANG_BATCH_PAGES * 64
     io_workers: int = 2
     is_fair: bool = True

@@ -135,12 +135,12 @@ class _Row:
         return self._value[field]
 
     def _number(self, field: str, kinds: tuple[type, ...]) -> float:
-        value = self._get(field)
+        value: Any = self._get(field)
         if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
             self.refuse(field, f"is {value!r}", "write a number")
         if value < 0:
             self.refuse(field, f"is negative: {value}", "write zero or more")
-        return value  # type: ignore[no-any-return]
+        return float(value)
 
     def _pages(self, tokens: int) -> tuple[int, ...]:
         pages: Sequence[Any] = self._get("hash_ids")

@@ -64,8 +64,8 @@ class Constant:
 class HeavyTail(Constant):
     """Pareto delays: ``base_s`` at best, beyond x with probability (base_s / x) ** alpha, at most ``cap_s``."""
 
-    base_s: float = 0.02
-    alpha: float = 0.8
+    base_s: float = 0.015
+    alpha: float = 1.0
     cap_s: float = 10.0
     kind: str = "heavy_tail"
 
