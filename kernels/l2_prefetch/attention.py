@@ -71,6 +71,11 @@ def device_gpu(device: torch.device) -> Gpu:
     )
 
 
+def launch_failures() -> int:
+    """Kinds of call that fell back to one split since the process started; 0 is what a benchmark wants."""
+    return len(_failed)
+
+
 def host_lengths(index: KvIndex, batch: int) -> list[int]:
     """Tokens of each request, copied to the host; synchronises."""
     if index.seq_lens is not None:
