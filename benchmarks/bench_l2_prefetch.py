@@ -106,10 +106,10 @@ def make_inputs(model: str, batch: int, context: int, seed: int) -> Inputs:
     heads, kv_heads, dim = MODELS[model]
     g = torch.Generator(device="cuda").manual_seed(seed)
     count = batch * context
-    make = {"device": "cuda", "dtype": torch.bfloat16}
-    k = torch.empty(count, kv_heads, dim, **make).normal_(generator=g)  # type: ignore[arg-type]
+    make: Any = {"device": "cuda", "dtype": torch.bfloat16}
+    k = torch.empty(count, kv_heads, dim, **make).normal_(generator=g)
     v = torch.empty_like(k).normal_(generator=g)
-    q = torch.empty(batch, heads, dim, **make).normal_(generator=g)  # type: ignore[arg-type]
+    q = torch.empty(batch, heads, dim, **make).normal_(generator=g)
     indptr = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * context
     return Inputs(q, k, v, indptr, torch.randperm(count, device="cuda", generator=g), [context] * batch)
 
@@ -126,9 +126,7 @@ def ours(x: Inputs, tile: Tile, form: str, distance: int, pdl: bool) -> Callable
     out, work = torch.full_like(x.q, float("nan")), alloc_workspace(schedule.items, x.q.shape[1], x.q.shape[2], "cuda")
     plan = Plan(tile, counts, Prefetch(form, distance, pdl, ()), ())
     index, params = KvIndex(x.indptr, x.slots), DecodeParams(x.q.shape[2] ** -0.5)
-    return lambda: decode_attention(
-        x.q, x.k, x.v, index, params, plan=plan, schedule=schedule, out=out, workspace=work
-    )
+    return lambda: decode_attention(x.q, x.k, x.v, index, params, plan=plan, schedule=schedule, out=out, workspace=work)
 
 
 def expected(x: Inputs, request: int) -> torch.Tensor:
@@ -154,7 +152,7 @@ def graph_us(calls: list[Callable[[], Any]]) -> tuple[float, float]:
     """Median microseconds of one call, twice; a CUDA graph rotates over the inputs."""
     from triton.testing import do_bench
 
-    stream = torch.cuda.Stream()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
@@ -257,11 +255,17 @@ def choose_rows(rows: list[dict[str, Any]], gpu: Gpu, source: str) -> list[Tile]
         best = on if gain > max(MIN_GAIN_PERCENT, 2 * noise) and never_slower else off
         form, distance, pdl = best[2:] if best[2] != "none" else ("none", 0, False)
         text = f"{source}; noise {noise:.1f} %"
-        tile = Tile(gpu.name, heads // kv_heads, dim, "bf16", best[0], best[1], 4, 0, 0)
-        filled = with_resources(tile, gpu.sm)
+        filled = with_resources(Tile("*", 0, dim, "bf16", best[0], best[1], 4, 0, 0), gpu.sm)
         out.append(
             dataclasses.replace(
-                filled, form=form, distance=distance, pdl=pdl, gain_percent=round(gain, 2), measured=text
+                filled,
+                gpu=gpu.name,
+                group=heads // kv_heads,
+                form=form,
+                distance=distance,
+                pdl=pdl,
+                gain_percent=round(gain, 2),
+                measured=text,
             )
         )
     return out

@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,14 @@ def _signature(function: Any, constants: dict[str, Any], pointers: dict[str, str
             signature[name] = "constexpr"
             continue
         signature[name] = pointers.get(name, "fp32" if name in ("scale", "v_scale") else "i32")
-        if name in pointers or name.startswith(_INT_STRIDES) and name != "v_scale":
+        if name in pointers or (name.startswith(_INT_STRIDES) and name != "v_scale"):
             attributes[(position,)] = [["tt.divisibility", 16]]
     return signature, attributes
 
 
-def _compile(function: Any, constants: dict[str, Any], pointers: dict[str, str], sm: int, warps: int, stages: int) -> Any:
+def _compile(
+    function: Any, constants: dict[str, Any], pointers: dict[str, str], sm: int, warps: int, stages: int
+) -> Any:
     signature, attributes = _signature(function, constants, pointers)
     source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
@@ -160,12 +163,11 @@ def _report(compiled: Any) -> Report:
     )
 
 
+@cache
 def with_resources(tile: Tile, sm: int = 90) -> Tile:
     """``tile`` with registers and shared memory of its heaviest form (none or line) filled in."""
     reports = [compile_attend(Variant(tile, form), sm) for form in ("none", "line")]
-    return replace(
-        tile, registers=max(r.registers for r in reports), smem_bytes=max(r.smem_bytes for r in reports)
-    )
+    return replace(tile, registers=max(r.registers for r in reports), smem_bytes=max(r.smem_bytes for r in reports))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def host_lengths(index: KvIndex, batch: int) -> list[int]:
     if index.seq_lens is not None:
         return [int(n) for n in index.seq_lens[:batch].tolist()]
     ends = index.indptr[: batch + 1].tolist()
-    return [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [b - a for a, b in pairwise(ends)]
 
 
 def decode_attention(

@@ -25,15 +25,15 @@ NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def finish(m, l, acc, sink, v_scale, SINKS: tl.constexpr):
+def finish(m, weight, acc, sink, v_scale, SINKS: tl.constexpr):
     """Normalise: (output [H, D], natural-log LSE [H]). No tokens and no sink: zeros and -inf. NaN stays NaN."""
     top = m
-    total = l
+    total = weight
     if SINKS:
         top = tl.maximum(m, sink)
         base = tl.where(top == NEG_INF, 0.0, top)
         fade = tl.exp2(m - base)
-        total = l * fade + tl.exp2(sink - base)
+        total = weight * fade + tl.exp2(sink - base)
         acc = acc * fade[:, None]
     safe = tl.where(total == 0.0, 1.0, total)
     lse = tl.where(total == 0.0, NEG_INF, (top + tl.log2(safe)) * LN2)
@@ -41,7 +41,7 @@ def finish(m, l, acc, sink, v_scale, SINKS: tl.constexpr):
 
 
 @triton.jit
-def attend(
+def attend(  # noqa: PLR0915 (a kernel cannot be cut without passing its registers on)
     q, k, v, out, lse, partial, partial_lse,
     indptr, entries, seq_lens, split_indptr, item_request, distance_at, sinks,
     scale, v_scale, batch, pool_slots,
@@ -66,10 +66,7 @@ def attend(
     first = tl.load(split_indptr + b)
     splits = tl.load(split_indptr + b + 1) - first
     start = tl.load(indptr + b).to(tl.int64)
-    if PAGE_INDEX:
-        length = tl.load(seq_lens + b).to(tl.int32)
-    else:
-        length = (tl.load(indptr + b + 1) - start).to(tl.int32)
+    length = tl.load(seq_lens + b).to(tl.int32) if PAGE_INDEX else (tl.load(indptr + b + 1) - start).to(tl.int32)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(length - WINDOW, 0)
@@ -110,7 +107,7 @@ def attend(
     d = tl.arange(0, D)
     query = tl.load(q + b * q_row + q_heads[:, None] * q_head + d[None, :], mask=in_group[:, None], other=0.0)
     m = tl.full([16], NEG_INF, tl.float32)
-    l = tl.zeros([16], tl.float32)
+    weight = tl.zeros([16], tl.float32)
     acc = tl.zeros([16, D], tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES):
         n = tile * N + tl.arange(0, N)
@@ -137,7 +134,7 @@ def attend(
         base = tl.where(top == NEG_INF, 0.0, top)
         p = tl.exp2(s - base[:, None])
         fade = tl.exp2(m - base)
-        l = l * fade + tl.sum(p, 1)
+        weight = weight * fade + tl.sum(p, 1)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values.to(query.dtype))
         m = top
     if PDL:
@@ -147,16 +144,16 @@ def attend(
         sink = tl.zeros([16], tl.float32)
         if SINKS:
             sink = tl.load(sinks + q_heads, mask=in_group, other=0.0).to(tl.float32) * LOG2E
-        result, row_lse = finish(m, l, acc, sink, v_scale, SINKS)
+        result, row_lse = finish(m, weight, acc, sink, v_scale, SINKS)
         at = out + b * out_row + q_heads[:, None] * out_head + d[None, :]
         tl.store(at, result.to(out.dtype.element_ty), mask=in_group[:, None])
         if WITH_LSE:
             tl.store(lse + b * lse_row + q_heads * lse_head, row_lse, mask=in_group)
     else:
-        safe = tl.where(l == 0.0, 1.0, l)
+        safe = tl.where(weight == 0.0, 1.0, weight)
         row = item.to(tl.int64) * part_item + q_heads * part_head
         tl.store(partial + row[:, None] + d[None, :], acc / safe[:, None], mask=in_group[:, None])
-        lse2 = tl.where(l == 0.0, NEG_INF, m + tl.log2(safe))
+        lse2 = tl.where(weight == 0.0, NEG_INF, m + tl.log2(safe))
         tl.store(lse_at, lse2, mask=in_group)
 
 
@@ -177,27 +174,25 @@ def combine(
         pdl_wait()
     d = tl.arange(0, D)
     m = tl.full([1], NEG_INF, tl.float32)
-    l = tl.zeros([1], tl.float32)
+    weight = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, D], tl.float32)
     for s0 in range(0, splits, STEP):
         s = s0 + tl.arange(0, STEP)
         row = (first + s).to(tl.int64)
         part_lse = tl.load(partial_lse + row * (part_item // D) + h, mask=s < splits, other=NEG_INF)
         live = part_lse != NEG_INF
-        values = tl.load(
-            partial + row[:, None] * part_item + h * part_head + d[None, :], mask=live[:, None], other=0.0
-        )
+        values = tl.load(partial + row[:, None] * part_item + h * part_head + d[None, :], mask=live[:, None], other=0.0)
         top = tl.maximum(m, tl.max(part_lse, 0))
         base = tl.where(top == NEG_INF, 0.0, top)
         w = tl.exp2(part_lse - base)
         fade = tl.exp2(m - base)
-        l = l * fade + tl.sum(w, 0)
+        weight = weight * fade + tl.sum(w, 0)
         acc = acc * fade[:, None] + tl.sum(values * w[:, None], 0)[None, :]
         m = top
     sink = tl.zeros([1], tl.float32)
     if SINKS:
         sink = sink + tl.load(sinks + h).to(tl.float32) * LOG2E
-    result, row_lse = finish(m, l, acc, sink, v_scale, SINKS)
+    result, row_lse = finish(m, weight, acc, sink, v_scale, SINKS)
     at = out + b * out_row + h * out_head + d[None, :]
     tl.store(at, result.to(out.dtype.element_ty))
     if WITH_LSE:

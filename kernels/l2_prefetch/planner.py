@@ -92,7 +92,8 @@ class Plan:
 def split_tokens(total_tokens: int, kv_heads: int, sms: int, block_tokens: int) -> int:
     """Most tokens one CTA gets: total work over WAVES x SMs, a multiple of the tile, at least MIN_SPLIT_TOKENS."""
     even = -(-kv_heads * total_tokens // (WAVES * max(1, sms)))
-    return -(-max(MIN_SPLIT_TOKENS, even) // block_tokens) * block_tokens
+    each: int = -(-max(MIN_SPLIT_TOKENS, even) // block_tokens) * block_tokens
+    return each
 
 
 def split_counts(lengths: Sequence[int], kv_heads: int, sms: int, block_tokens: int) -> tuple[int, ...]:
@@ -110,12 +111,14 @@ def distance_for(lengths: Sequence[int], kv_heads: int, sms: int, tile: Tile, di
     """``distance``, or 0 when a split has too few tiles for it to run ahead. Also computed on the device."""
     each = split_tokens(sum(lengths), kv_heads, sms, tile.block_tokens)
     longest = min(each, max(lengths, default=0))
-    return distance if -(-longest // tile.block_tokens) > min_tiles(tile) else 0
+    tiles: int = -(-longest // tile.block_tokens)
+    return distance if tiles > min_tiles(tile) else 0
 
 
 def min_tiles(tile: Tile) -> int:
     """A split of this many tiles or fewer is over before prefetch has run ahead."""
-    return 2 * tile.depth
+    depth: int = tile.depth
+    return 2 * depth
 
 
 def _form(shape: Shape) -> str:

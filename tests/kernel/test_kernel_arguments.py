@@ -70,7 +70,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"k": bf16(SLOTS, DIM, KV_HEADS).transpose(1, 2), "v": bf16(SLOTS, DIM, KV_HEADS).transpose(1, 2)},
         r"k pool is not contiguous enough: shape \(128, 2, 64\), strides \(128, 1, 2\)",
     ),
-    "unaligned pool": ({"k": bf16(SLOTS * KV_HEADS * DIM + 8)[1:-7].view(SLOTS, KV_HEADS, DIM)}, "multiple of 16 bytes"),
+    "unaligned pool": (
+        {"k": bf16(SLOTS * KV_HEADS * DIM + 8)[1:-7].view(SLOTS, KV_HEADS, DIM)},
+        "multiple of 16 bytes",
+    ),
     "broadcast pool": ({"k": bf16(1, KV_HEADS, DIM).expand(SLOTS, -1, -1)}, "not contiguous enough"),
     "heads": ({"q": bf16(2, 7, DIM)}, r"7 query heads over 2 KV heads.*1 to 16"),
     "group": ({"q": bf16(2, 34, DIM)}, r"34 query heads over 2 KV heads.*1 to 16"),
@@ -80,7 +83,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {**PAGED, "params": DecodeParams(0.1, page_tokens=64, layout="HND")},
         "k pool has pages of 16 tokens.*page_tokens says 64",
     ),
-    "NHD pages": ({"params": DecodeParams(0.1, page_tokens=64), "k": bf16(100, KV_HEADS, DIM), "v": bf16(100, KV_HEADS, DIM)}, "pool of 100 slots"),
+    "NHD pages": (
+        {"params": DecodeParams(0.1, page_tokens=64), "k": bf16(100, KV_HEADS, DIM), "v": bf16(100, KV_HEADS, DIM)},
+        "pool of 100 slots",
+    ),
     "window": ({"params": DecodeParams(0.1, window=-1)}, "window -1"),
     "soft cap": ({"params": DecodeParams(0.1, soft_cap=-30.0)}, "soft_cap -30"),
     "scale": ({"params": DecodeParams(float("nan"))}, "sm_scale is nan"),

@@ -51,9 +51,7 @@ def on_gpu(t: Any) -> Any:
         return base.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
 
     index = KvIndex(*(move(x) for x in (t.index.indptr, t.index.entries, t.index.seq_lens)))  # type: ignore[arg-type]
-    return cases.Tensors(
-        move(t.q), move(t.k), move(t.v), index, move(t.sinks), move(t.out), move(t.lse), t.guards
-    )
+    return cases.Tensors(move(t.q), move(t.k), move(t.v), index, move(t.sinks), move(t.out), move(t.lse), t.guards)
 
 
 def run(case: Any, t: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
-import triton.runtime.interpreter as interpreter
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 

@@ -113,7 +113,7 @@ def check_prefetch(case: Any, t: Any, recorder: Any) -> None:
         assert not rows or kinds == {want}
 
 
-@pytest.mark.parametrize("case", COVER, ids=[f"{i:03d}" for i in range(len(COVER))])
+@pytest.mark.parametrize("case", COVER, ids=[f"half{i % 2}-{i:03d}" for i in range(len(COVER))])
 def test_output_lse_and_prefetched_rows_are_right(case: Any, recorder: Any) -> None:
     check(case, recorder, seed=case.group * 31 + sum(case.lengths))
 
@@ -121,9 +121,9 @@ def test_output_lse_and_prefetched_rows_are_right(case: Any, recorder: Any) -> N
 def test_the_sample_covers_every_length_split_count_and_pair() -> None:
     assert {n for c in COVER for n in c.lengths} == set(range(201))
     assert {n for c in COVER for n in c.splits} == set(range(1, 65))
-    assert {(c.group, c.pool) for c in COVER} == set(
+    assert {(c.group, c.pool) for c in COVER} == {
         (g, p) for g in cases.DIMENSIONS["group"] for p in cases.DIMENSIONS["pool"]
-    )
+    }
 
 
 @pytest.mark.parametrize("splits", [1, 3, 64])
@@ -150,7 +150,7 @@ def test_prefetch_on_and_off_give_the_same_bits(pool: Any, form: str, pdl: bool,
     assert all(torch.equal(o, results[0][0]) and torch.equal(s, results[0][1]) for o, s in results)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("splits", [1, 3, 8])
 def test_twenty_repeats_give_the_same_bits(splits: int) -> None:
     case = with_(PLAIN, lengths=(90,), splits=(splits,))
     t = cases.make_tensors(case)
