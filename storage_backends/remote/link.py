@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sglang_hicache_ext.arbiter import CHUNK_PAGES, Arbiter, Traffic
+from sglang_hicache_ext.arbiter import Arbiter, Traffic, chunk_pages
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.ports import Clock
@@ -84,7 +84,6 @@ class Link:
         """Host memory that Mooncake may write to itself; None unless ``remote_zero_copy`` is on."""
         self.read_gate: Gate | None = ArbiterGate(arbiter, Traffic.PREFETCH) if arbiter else None
         self.write_gate: Gate | None = ArbiterGate(arbiter, Traffic.BACKUP) if arbiter else None
-        self.batch_pages = CHUNK_PAGES if arbiter else 1 << 16
         self.backend = Breaker(clock)
         self.peers = PeerBreakers(clock)
         self.negative = NegativeCache(clock)
@@ -92,10 +91,11 @@ class Link:
         self.history = NameHistory()
         self.copier = Copier(config.remote_copy_threads)
 
-    def limits(self, pages: int, deadline_s: float | None, gate: Gate | None) -> Limits:
+    def limits(self, pages: int, page_bytes: int, deadline_s: float | None, gate: Gate | None) -> Limits:
         each = self.config.remote_deadline_s
         total = each * max(1, -(-pages // PAGES_PER_DEADLINE)) if deadline_s is None else deadline_s
-        return Limits(time.monotonic() + total, each, self.batch_pages, gate)
+        batch_pages = 1 << 16 if gate is None else chunk_pages(page_bytes)
+        return Limits(time.monotonic() + total, each, batch_pages, gate)
 
     def ask(self, op: str, *args: Any, timeout_s: float | None = None) -> Any | None:
         """A request that moves no page; None when the store cannot be asked. Keeps the backend's breaker."""

@@ -32,7 +32,9 @@ def read(
         rows = _set_all(out, rows, Outcome.READ_ERROR)
     if rows:
         job = PageJob(ns.id, keys, names, regions)
-        draining = _transfer(link, job, rows, link.limits(len(rows), deadline_s, link.read_gate), out, is_direct)
+        draining = _transfer(
+            link, job, rows, link.limits(len(rows), job.payload_bytes, deadline_s, link.read_gate), out, is_direct
+        )
         _after(link, job, rows, out)
         absent = [r for r in rows if out[r] is Outcome.ABSENT]
         for row, (outcome, _) in zip(absent, classify(link, ns, others, [keys[r] for r in absent]), strict=True):

@@ -61,7 +61,7 @@ def _set_all(out: list[WriteOutcome | None], rows: Sequence[int], outcome: Write
 def _transfer(
     link: Link, job: PageJob, rows: list[int], deadline_s: float | None, out: list[WriteOutcome | None]
 ) -> None:
-    limits = link.limits(len(rows), deadline_s, link.write_gate)
+    limits = link.limits(len(rows), job.payload_bytes, deadline_s, link.write_gate)
     lease = link.client.lease(limits.deadline, for_write=True)
     if lease is None:
         _set_all(out, rows, WriteOutcome.LATE if link.client.is_up else WriteOutcome.WRITE_ERROR)

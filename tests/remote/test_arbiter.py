@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hicache_ext.arbiter import BURST_S, Arbiter, Traffic
+from sglang_hicache_ext.arbiter import BURST_S, Arbiter, Traffic, chunk_pages
 from sglang_hicache_ext.errors import ConfigError
 
 MS = 1_000_000
@@ -171,3 +171,16 @@ def test_the_state_is_private_to_the_user(tmp_path: Path) -> None:
     Arbiter("n", folder=str(tmp_path)).close()
     (state,) = tmp_path.iterdir()
     assert state.stat().st_mode & 0o777 == 0o600
+
+
+def test_chunks_are_four_to_sixteen_pages() -> None:
+    assert [chunk_pages(n << 10) for n in (16, 64, 256, 1024, 4096)] == [16, 16, 8, 4, 4]
+
+
+def test_a_handle_that_is_closed_gives_its_slot_back(hand: Hand, tmp_path: Path) -> None:
+    for _ in range(100):  # more than there are slots
+        arbiter = Arbiter("n", folder=str(tmp_path), clock_ns=hand.now, sleep=hand.sleep)
+        with arbiter.pd(1):
+            assert waited_ms(hand, arbiter, Traffic.PREFETCH) >= 99
+        arbiter.close()
+        hand.ns += 2_000 * MS
