@@ -72,16 +72,18 @@ class LateIo:
     """Pages that outlived their call; a Drain. The write happens when it is due, into whatever memory that is then."""
 
     write: Callable[[], object]
+    settle: Callable[[], None]
     due: float
     is_lost: bool
     done: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_done(self) -> bool:
+        self.settle()
         return self.done
 
     def wait(self, timeout_s: float) -> bool:
-        return self.done
+        return self.is_done()
 
     def complete(self) -> None:
         with self.lock:
@@ -91,7 +93,7 @@ class LateIo:
 
 
 class FaultyStore:
-    """A PageStore that suffers a FaultPlan. ``settle`` lets late I/O that is due happen; reads call it too."""
+    """A PageStore that suffers a FaultPlan. ``settle`` lets late I/O that is due happen; reads and drains call it."""
 
     def __init__(
         self,
@@ -153,7 +155,12 @@ class FaultyStore:
     def _leave_late(self, ns: Namespace, keys: Sequence[bytes], regions: Regions, late: list[int]) -> LateIo:
         late_keys, late_regions = [keys[i] for i in late], regions.take(late)
         is_lost = any(self.plan.strikes(_LATE, k, self.plan.lost) for k in late_keys)
-        io = LateIo(lambda: self.inner.read(ns, late_keys, late_regions), self._clock.now() + self.plan.late_s, is_lost)
+        io = LateIo(
+            lambda: self.inner.read(ns, late_keys, late_regions),
+            self.settle,
+            self._clock.now() + self.plan.late_s,
+            is_lost,
+        )
         with self._lock:
             self._late.append(io)
         return io
