@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine
 
+from sglang_hicache_ext.arbiter import Arbiter
 from sglang_hicache_ext.errors import ConfigError, StoreClosedError
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
@@ -491,3 +493,21 @@ def test_zero_copy_pages_that_failed_drain_too(fake_store: Make, pages: MakePage
     result = store.read(ns, p.keys, p.target_regions)
     assert result.outcomes.count(Outcome.LOADED) == 3 and result.draining == (2,)
     assert result.drain is not None and result.drain.wait(10.0)
+
+
+def test_with_an_arbiter_batches_are_small_and_one_at_a_time_and_reads_still_end_beside_pd(
+    fake_store: Make, pages: MakePages
+) -> None:
+    name = f"test-{os.getpid()}"
+    store, p = fake_store(arbiter=name, staging=8 << 20, remote_deadline_s=5.0), pages(100)
+    arbiter = Arbiter(name)
+    try:
+        ns, engine, _ = written(store, p)
+        assert max(map(len, engine.puts)) == 16
+        with arbiter.pd(1):
+            assert set(store.read(ns, p.keys, p.target_regions).outcomes) == {Outcome.LOADED}
+        assert max(map(len, engine.gets)) == 16 and (p.target == p.data).all()
+        described = store.describe()["arbiter"]
+        assert described["name"] == name and described["waited_s"] > 0
+    finally:
+        arbiter.close(remove=True)
