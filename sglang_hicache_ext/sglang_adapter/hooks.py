@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "sglang_hicache_ext.sglang_adapter.storage"
 CLASS = "HiCacheExtStorage"
+LINKER_MODULE = "sglang_hicache_ext.sglang_adapter.linker"
 
 _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
@@ -198,7 +199,9 @@ def _hicache_is_on() -> bool:
     from sglang.srt.runtime_context import get_memory
 
     try:
-        return bool(get_memory().enable_hierarchical_cache)
+        memory = get_memory()
+        linker = getattr(memory, "enable_unified_cache_external_linker", False)
+        return bool(memory.enable_hierarchical_cache or linker)
     except Exception:
         return True
 
@@ -255,8 +258,8 @@ def _after_flush(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
 
 def _add_state(result: Any, *_: Any, **__: Any) -> None:
     """Show our state where SGLang shows its own (``/server_info``)."""
-    storage = sys.modules.get(MODULE)
-    for backend in list(storage.LIVE) if storage is not None else ():
+    modules = [sys.modules.get(name) for name in (MODULE, LINKER_MODULE)]
+    for backend in [b for module in modules if module is not None for b in list(module.LIVE)]:
         try:
             result.internal_state["hicache_ext"] = backend.describe()
         except Exception as error:
