@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 COLD_START_ARGS ?=
 
 PY := $(VENV)/bin/python
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore $(PY) -m pip --quiet
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore $(PY) -m pip --quiet --quiet
 STAMPS := .build
 
 export PYTHONDONTWRITEBYTECODE := 1
