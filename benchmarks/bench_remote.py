@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run.ratio(case, "ours", "plain", "gb_s"),
                 Goal(">=", 0.8, "share of plain batch_get_into"),
             )
+            run.conclude("get_vs_plain_huge_pages", run.ratio(case, "ours", "plain, huge pages", "gb_s"))
             run.conclude("process_vs_threads", run.ratio(case, "ours", "ours, in process", "gb_s"))
         if "tiers" in parts:
             ratio = run_tiers(run, cluster, scratch, 256, 256 * KIB, 2 * args.rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,26 @@ def worker_pid(store: RemoteStore) -> int:
     return int(getattr(store.client_worker, "pid", 0))
 
 
+class OrdinaryArena(Arena):
+    """An Arena in 4 KiB pages, as SGLang's host pool is: its allocator does not ask for huge ones."""
+
+    def __init__(self, pages: int, page_bytes: int) -> None:
+        super().__init__(pages, page_bytes)
+        self._map.madvise(mmap.MADV_NOHUGEPAGE)
+        self._map.madvise(mmap.MADV_DONTNEED)  # what the base class has touched comes back in small pages
+        self.array[:: mmap.PAGESIZE] = 0
+
+
 class PlainClient:
     """Mooncake's own client with registered memory, as an application without a safety layer has it."""
 
-    def __init__(self, master: str, pages: int, object_bytes: int) -> None:
+    def __init__(self, master: str, pages: int, object_bytes: int, arena: type[Arena]) -> None:
         from mooncake.store import MooncakeDistributedStore
 
         self.store = MooncakeDistributedStore()
         if self.store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master):
             raise RuntimeError(f"the plain client cannot reach {master}")
-        self.arena = Arena(pages, -(-object_bytes // 8192) * 8192)
+        self.arena = arena(pages, -(-object_bytes // 8192) * 8192)
         self.object_bytes = object_bytes
         if self.store.register_buffer(self.arena.addr, self.arena.array.nbytes):
             raise RuntimeError("the plain client cannot register memory")
@@ -55,14 +66,17 @@ def run_throughput(run: Run, cluster: LocalCluster, pages: int, page_bytes: int,
     """Measure; returns the case's name."""
     config = HiCacheExtConfig.parse({"master": cluster.master_address})
     keys = page_keys(pages, f"throughput {page_bytes}")
-    arena = Arena(pages, page_bytes)
+    arena = OrdinaryArena(pages, page_bytes)
     arena.stamp(keys)
     stores = {"ours": RemoteStore(config), "ours, in process": RemoteStore(config, in_process=True)}
     ns = stores["ours"].namespace(FINGERPRINT)
     if not all(o.is_stored for o in stores["ours"].write(ns, keys, arena.regions()).outcomes):
         raise RuntimeError("the pool refused the pages of the benchmark")
     names = ObjectNames(config.tenant, b"").names(ns.id, keys)
-    plain = PlainClient(cluster.master_address, pages, page_bytes + HEADER_BYTES)
+    plains = {
+        name: PlainClient(cluster.master_address, pages, page_bytes + HEADER_BYTES, kind)
+        for name, kind in (("plain", OrdinaryArena), ("plain, huge pages", Arena))
+    }
     node = cluster.of_kind("client")[0].process.pid
     nbytes = pages * page_bytes * repeats
 
@@ -95,19 +109,23 @@ def run_throughput(run: Run, cluster: LocalCluster, pages: int, page_bytes: int,
 
         return sample
 
-    def plain_sample(_trial: Trial) -> Measurement:
-        plain.arena.blank()
-        result = measured(lambda: plain.get(names), 0)
-        if bytes(plain.arena.array[:8]) != b"HXremote":
-            raise WrongBytes("the plain client did not get the object")
-        return result
+    def plainly(plain: PlainClient) -> Any:
+        def sample(_trial: Trial) -> Measurement:
+            plain.arena.blank()
+            result = measured(lambda: plain.get(names), 0)
+            if bytes(plain.arena.array[:8]) != b"HXremote":
+                raise WrongBytes("the plain client did not get the object")
+            return result
 
-    arms = [Arm("plain", plain_sample, {"call": "batch_get_into"}, is_required=True)]
+        return sample
+
+    arms = [Arm(n, plainly(p), {"call": "batch_get_into"}, is_required=True) for n, p in plains.items()]
     for name, store in stores.items():
         arms.append(Arm(name, ours(store), {"master": "loopback"}, store.describe, name == "ours", store.close))
     case = CASE.format(pages=pages, kib=page_bytes >> 10)
     run.measure(case, arms, rounds)
     for store in stores.values():
         store.close()
-    plain.store.close()
+    for plain in plains.values():
+        plain.store.close()
     return case

@@ -6,11 +6,15 @@ write can reach memory in use; the pages go back to the system when the last ref
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 
 from sglang_hicache_ext.page import ALIGN, align_up
+
+_MADV_POPULATE_WRITE = 23
+"""Not named by the mmap module. Source: linux/mman-common.h."""
 
 
 class Ring:
@@ -27,7 +31,11 @@ class Ring:
         self.fd = os.memfd_create("hicache-ext-staging", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, self.nbytes)
-            self._map = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
+            with contextlib.suppress(OSError):  # huge pages where shmem_enabled is "advise"; before the first touch
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # Linux 5.14; before that the first batches pay for the faults
+                self._map.madvise(_MADV_POPULATE_WRITE)
         except BaseException:
             os.close(self.fd)
             raise
