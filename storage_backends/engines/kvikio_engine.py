@@ -182,11 +182,11 @@ class KvikioEngine(FileEngine):
         if not is_write:
             iov, nbytes = self._within_file(file, iov, offset, nbytes)
         call = self._cufiles[file.handle].pwrite if is_write else self._cufiles[file.handle].pread
-        futures = []
+        futures: list[tuple[Any, Any]] = []
         error = ""
         for addr, size in iov.tolist():
             try:
-                piece = memoryview((ctypes.c_uint8 * size).from_address(addr)).cast("B")
+                piece = self.piece(addr, size)
                 futures.append((piece, call(piece, size, offset)))
             except RuntimeError as raised:
                 error = str(raised)
@@ -194,7 +194,11 @@ class KvikioEngine(FileEngine):
             offset += size
         return lambda: self._result(futures, nbytes, error)
 
-    def _result(self, futures: list[tuple[memoryview, Any]], nbytes: int, error: str) -> int:
+    def piece(self, addr: int, size: int) -> Any:
+        """Memory as kvikio takes it; a future does not keep it alive, so it is kept until the future's end."""
+        return memoryview((ctypes.c_uint8 * size).from_address(addr)).cast("B")
+
+    def _result(self, futures: list[tuple[Any, Any]], nbytes: int, error: str) -> int:
         """Wait for every piece, also after an error: memory is free only when all have ended."""
         moved = 0
         for _, future in futures:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_hicache_ext.errors import ConfigError
+from sglang_hicache_ext.keys import KEY_BYTES
 from sglang_hicache_ext.page import ALIGN, Regions, align_up
 from sglang_hicache_ext.storage_backends.record import MAX_PAGE_BYTES, PageDigests, page_digest
 
@@ -70,11 +71,10 @@ class LayeredGeometry:
 
 def layer_keys(keys: Sequence[bytes], layer: int) -> list[bytes]:
     """What a layer's digest is keyed with: the page's key, told apart by the layer in its last word."""
-    words = np.frombuffer(b"".join(keys), "<u4").reshape(len(keys), -1).copy()
+    words = np.frombuffer(b"".join(keys), "<u4").reshape(len(keys), KEY_BYTES // 4).copy()
     words[:, -1] ^= np.uint32(layer + 1)
     raw = words.tobytes()
-    size = 4 * words.shape[1] if len(keys) else 0
-    return [raw[i * size : (i + 1) * size] for i in range(len(keys))]
+    return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
 
 
 def page_regions(memory: NDArray[np.uint8], geometry: LayeredGeometry, layer: int) -> Regions:
