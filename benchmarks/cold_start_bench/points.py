@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ def as_measurement(point: Point, done: Sequence[tuple[Sequence[Answer], float]])
     seconds = sum(s for _, s in done)
     asked = point.tokens * len(good)
     values = {
-        "ttft_ms": sorted(a.ttft_s for a in good)[len(good) // 2] * 1e3,
+        "ttft_ms": statistics.median(a.ttft_s for a in good) * 1e3,
         "tokens_per_s": sum(a.prompt_tokens for a in good) / seconds,
         "storage_share": sum(a.tokens_from("storage") for a in good) / asked,
         "failed_requests": float(len(answers) - len(good)),
