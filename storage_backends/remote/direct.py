@@ -79,12 +79,13 @@ def read_direct(job: PageJob, rows: Sequence[int], lane: Lane, limits: Limits, o
 
 
 def _one_batch(job: PageJob, batch: Sequence[int], lane: Lane, limits: Limits, out: list[Outcome | None]) -> list[int]:
-    heads = [lane.ring.base + lane.halves[0] + i * wire.HEADER_BYTES for i in range(len(batch))]
+    channel = lane.channels[0]
+    heads = [lane.ring.base + channel.half + i * wire.HEADER_BYTES for i in range(len(batch))]
     addrs = [[head, *job.addrs[row]] for head, row in zip(heads, batch, strict=True)]
     sizes = [[wire.HEADER_BYTES, *job.sizes]] * len(batch)
     deadline = min(limits.deadline, time.monotonic() + limits.transfer_s)
     try:
-        codes = lane.receive(lane.send("get_parts", [job.names[r] for r in batch], addrs, sizes), deadline)
+        codes = channel.receive(channel.send("get_parts", [job.names[r] for r in batch], addrs, sizes), deadline)
     except (LateError, WorkerGoneError) as error:
         job.is_clean = False
         job.backend_failed = isinstance(error, WorkerGoneError)

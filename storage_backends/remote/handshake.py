@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.storage_backends.record import memory_at
 from sglang_hicache_ext.storage_backends.remote.engine import NO_SPACE, NOT_FOUND
-from sglang_hicache_ext.storage_backends.remote.lanes import Lane, LateError, WorkerGoneError
+from sglang_hicache_ext.storage_backends.remote.lanes import Channel, LateError, WorkerGoneError
 from sglang_hicache_ext.storage_backends.remote.process import StartError, WorkerLife
 from sglang_hicache_ext.storage_backends.remote.wire import ObjectNames
 
@@ -38,7 +38,7 @@ def shake_hands(worker: WorkerLife, names: ObjectNames, config: HiCacheExtConfig
         raise StartError("the worker gave out no lane")
     is_clean = False
     try:
-        stored = _stored_proof(lane, names, deadline)
+        stored = _stored_proof(lane.ring.base, lane.channels[0], names, deadline)
         is_clean = True
     except LateError:
         raise StartError(
@@ -63,16 +63,16 @@ def shake_hands(worker: WorkerLife, names: ObjectNames, config: HiCacheExtConfig
     return Handshake()
 
 
-def _stored_proof(lane: Lane, names: ObjectNames, deadline: float) -> bytes | int:
+def _stored_proof(base: int, channel: Channel, names: ObjectNames, deadline: float) -> bytes | int:
     """The proof in the store, put there when there is none; or a negative code."""
-    size, half = len(names.proof), lane.halves[0]
-    slot = memory_at(lane.ring.base + half, size)
-    (code,) = lane.receive(lane.send("get", [names.proof_name], [half], [size]), deadline)
+    size, half = len(names.proof), channel.half
+    slot = memory_at(base + half, size)
+    (code,) = channel.receive(channel.send("get", [names.proof_name], [half], [size]), deadline)
     if code == NOT_FOUND:
         slot[:] = names.proof
-        (code,) = lane.receive(lane.send("pin", [names.proof_name], [half], [size]), deadline)
+        (code,) = channel.receive(channel.send("pin", [names.proof_name], [half], [size]), deadline)
         if code < 0:
             return int(code)
         slot[:] = bytes(size)  # another client may have been first: what counts is what is stored
-        (code,) = lane.receive(lane.send("get", [names.proof_name], [half], [size]), deadline)
+        (code,) = channel.receive(channel.send("get", [names.proof_name], [half], [size]), deadline)
     return bytes(slot) if code == size else int(code) if code < 0 else b""

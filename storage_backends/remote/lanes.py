@@ -12,6 +12,9 @@ from sglang_hicache_ext.storage_backends.remote.engine import NEVER_STARTED
 from sglang_hicache_ext.storage_backends.remote.ring import Ring
 from sglang_hicache_ext.storage_backends.remote.worker import MAX_MESSAGE
 
+SEND_TIMEOUT_S = 1.0
+"""A channel has at most two small messages under way, so a send that blocks means the worker is gone."""
+
 
 class LateError(Exception):
     """No reply within the deadline. What was asked for may still happen."""
@@ -21,17 +24,16 @@ class WorkerGoneError(Exception):
     """The worker ended or refused the call; nothing it was asked for is known to have happened."""
 
 
-class Lane:
-    """One socket to the worker and two halves of ring memory. One thread at a time.
+class Channel:
+    """One socket to the worker, behind it one thread there. One thread at a time here.
 
     Attributes:
-        ring: keeps the memory mapped while the lane is in use.
-        halves: offsets of its two halves; empty for a control lane.
+        half: offset of its half of a lane's ring memory; 0 for a control channel, which moves no page.
         is_tainted: a late reply told of an error after which bytes may still move.
     """
 
-    def __init__(self, sock: socket.socket, ring: Ring, halves: tuple[int, ...], *, is_control: bool = False) -> None:
-        self.sock, self.ring, self.halves, self.is_control = sock, ring, halves, is_control
+    def __init__(self, sock: socket.socket, half: int = 0) -> None:
+        self.sock, self.half = sock, half
         self._next_id = 0
         self._owed: set[int] = set()
         self.is_tainted = False
@@ -41,7 +43,8 @@ class Lane:
         """True while a reply is missing. Late replies are taken off the socket and thrown away, errors remembered."""
         while self._owed:
             try:
-                raw = self.sock.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+                self.sock.settimeout(0)  # a time-out left over from a call would be waited for
+                raw = self.sock.recv(MAX_MESSAGE)
             except BlockingIOError:
                 return True
             except OSError:
@@ -60,6 +63,7 @@ class Lane:
         """Hand over a request; returns its number. Raises WorkerGoneError."""
         self._next_id += 1
         try:
+            self.sock.settimeout(SEND_TIMEOUT_S)
             self.sock.send(json.dumps({"op": op, "id": self._next_id, "args": args}).encode())
         except OSError as error:
             raise WorkerGoneError(str(error)) from error
@@ -89,19 +93,44 @@ class Lane:
                 return reply["codes"]
 
 
+class Lane:
+    """Two channels with a half of ring memory each, so that two batches can travel at once. One thread at a time.
+
+    Attributes:
+        ring: keeps the memory mapped while the lane is in use.
+    """
+
+    def __init__(self, ring: Ring, channels: tuple[Channel, ...]) -> None:
+        self.ring, self.channels = ring, channels
+
+    @property
+    def is_owed(self) -> bool:
+        owed = [c.is_owed for c in self.channels]  # all of them: each takes its late replies
+        return any(owed)
+
+    @property
+    def is_tainted(self) -> bool:
+        return any(c.is_tainted for c in self.channels)
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.sock.close()
+
+
 class LanePool:
     """The lanes of one worker life. Thread-safe.
 
     Writers never take the last free data lane, so that backup cannot starve prefetch.
     """
 
-    def __init__(self, data: list[Lane], control: list[Lane]) -> None:
+    def __init__(self, data: list[Lane], control: list[Channel]) -> None:
         self._changed = threading.Condition()
         self._data, self._control = list(data), list(control)
         self._busy: list[tuple[float, Lane]] = []
-        self._all = (*data, *control)
+        self._all_data, self._all_control = tuple(data), tuple(control)
         self._data_lanes = len(data)
         self._leased: set[Lane] = set()
+        self._asking: set[Channel] = set()
         self._writers = 0
         self.quarantined = 0
         self._is_closed = self._is_disposed = False
@@ -145,7 +174,7 @@ class LanePool:
             self._leased.discard(lane)
             self._writers -= for_write
             if self._is_disposed:
-                lane.sock.close()
+                lane.close()
             elif is_clean and not lane.is_owed:
                 self._data.append(lane)
             elif settles_by and not lane.is_tainted:
@@ -156,28 +185,28 @@ class LanePool:
             self._changed.notify_all()
 
     def ask(self, deadline: float, op: str, *args: Any) -> Any:
-        """One request on a control lane, which moves no page. Raises LateError, WorkerGoneError."""
-        lane = self._take_control(deadline)
+        """One request on a control channel, which moves no page. Raises LateError, WorkerGoneError."""
+        channel = self._take_control(deadline)
         try:
-            return lane.receive(lane.send(op, *args), deadline)
+            return channel.receive(channel.send(op, *args), deadline)
         finally:
             with self._changed:
-                self._leased.discard(lane)
-                self._control.append(lane)
+                self._asking.discard(channel)
+                self._control.append(channel)
                 if self._is_disposed:
-                    lane.sock.close()
+                    channel.sock.close()
                 self._changed.notify_all()
 
-    def _take_control(self, deadline: float) -> Lane:
+    def _take_control(self, deadline: float) -> Channel:
         with self._changed:
             while True:
                 if self._is_closed:
                     raise WorkerGoneError("the worker was given up")
-                for lane in self._control:
-                    if not lane.is_owed:
-                        self._control.remove(lane)
-                        self._leased.add(lane)
-                        return lane
+                for channel in self._control:
+                    if not channel.is_owed:
+                        self._control.remove(channel)
+                        self._asking.add(channel)
+                        return channel
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise LateError
@@ -194,7 +223,10 @@ class LanePool:
         """Close the sockets; those of lanes still leased follow at the end of their lease."""
         with self._changed:
             self._is_closed = self._is_disposed = True
-            for lane in self._all:
+            for lane in self._all_data:
                 if lane not in self._leased:
-                    lane.sock.close()
+                    lane.close()
+            for channel in self._all_control:
+                if channel not in self._asking:
+                    channel.sock.close()
             self._changed.notify_all()

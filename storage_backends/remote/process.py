@@ -17,11 +17,11 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from sglang_hicache_ext.storage_backends.remote.lanes import Lane, LanePool
+from sglang_hicache_ext.storage_backends.remote.lanes import Channel, Lane, LanePool
 from sglang_hicache_ext.storage_backends.remote.ring import Ring
-from sglang_hicache_ext.storage_backends.remote.worker import MAX_MESSAGE, load_engine, serve_lane
+from sglang_hicache_ext.storage_backends.remote.worker import MAX_MESSAGE, load_engine, serve_channel
 
-CONTROL_LANES = 2
+CONTROL_CHANNELS = 2
 MOONCAKE = "sglang_hicache_ext.storage_backends.remote.mooncake:MooncakeEngine"
 _BOOT = (
     "import sys, json; spec = json.loads(sys.argv[1]); sys.path[:] = spec['sys_path']; "
@@ -73,9 +73,18 @@ class WorkerLife(Protocol):
         ...
 
 
-def _lanes(ring: Ring, sockets: list[socket.socket], data: int) -> LanePool:
-    data_lanes = [Lane(s, ring, ring.halves(i)) for i, s in enumerate(sockets[:data])]
-    return LanePool(data_lanes, [Lane(s, ring, (), is_control=True) for s in sockets[data:]])
+def _channels(spec: WorkerSpec) -> list[tuple[socket.socket, socket.socket]]:
+    """(ours, theirs) of two channels a lane and the control channels, in this order."""
+    count = 2 * spec.lanes + CONTROL_CHANNELS
+    return [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
+
+
+def _lanes(ring: Ring, sockets: list[socket.socket], lanes: int) -> LanePool:
+    data = [
+        Lane(ring, tuple(Channel(sockets[2 * i + j], half) for j, half in enumerate(ring.halves(i))))
+        for i in range(lanes)
+    ]
+    return LanePool(data, [Channel(s) for s in sockets[2 * lanes :]])
 
 
 class ProcessWorker:
@@ -83,7 +92,7 @@ class ProcessWorker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.ring = Ring(spec.ring_bytes, spec.lanes)
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(spec.lanes + CONTROL_LANES)]
+        pairs = _channels(spec)
         self._sockets = [ours for ours, _ in pairs]
         theirs = [other for _, other in pairs]
         life_read, self._life = os.pipe()
@@ -125,12 +134,12 @@ class ProcessWorker:
         return True
 
 
-def _spawn(spec: WorkerSpec, ring: Ring, lanes: list[socket.socket], life: int) -> subprocess.Popen[bytes]:
-    fds = [s.fileno() for s in lanes]
+def _spawn(spec: WorkerSpec, ring: Ring, channels: list[socket.socket], life: int) -> subprocess.Popen[bytes]:
+    fds = [s.fileno() for s in channels]
     text = json.dumps(
         {
             "engine": spec.engine, "settings": spec.settings, "sys_path": [*spec.sys_path, *sys.path],
-            "ring_fd": ring.fd, "ring_bytes": ring.nbytes, "lane_fds": fds, "life_fd": life, "parent": os.getpid(),
+            "ring_fd": ring.fd, "ring_bytes": ring.nbytes, "channel_fds": fds, "life_fd": life, "parent": os.getpid(),
         }
     )  # fmt: skip
     with open(spec.log or os.devnull, "ab") as log:
@@ -177,10 +186,10 @@ class ThreadWorker:
             self.info = self.engine.open(self.ring.base, self.ring.nbytes)
         except (OSError, RuntimeError) as error:
             raise StartError(str(error)) from error
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(spec.lanes + CONTROL_LANES)]
+        pairs = _channels(spec)
         sockets = [ours for ours, _ in pairs]
         self._threads = [
-            threading.Thread(target=self._serve, args=(theirs,), daemon=True, name=f"hicache-ext-lane-{i}")
+            threading.Thread(target=self._serve, args=(theirs,), daemon=True, name=f"hicache-ext-channel-{i}")
             for i, (_, theirs) in enumerate(pairs)
         ]
         for thread in self._threads:
@@ -189,7 +198,7 @@ class ThreadWorker:
 
     def _serve(self, sock: socket.socket) -> None:
         with sock:
-            serve_lane(sock, self.engine, self.ring.base)
+            serve_channel(sock, self.engine, self.ring.base)
 
     def is_alive(self) -> bool:
         return all(t.is_alive() for t in self._threads)

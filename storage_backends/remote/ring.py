@@ -1,4 +1,4 @@
-"""The staging ring: shared memory in which the worker's client reads and writes, cut into lanes.
+"""The staging ring: shared memory in which the worker's client reads and writes, cut into lanes of two halves.
 
 A ring belongs to one life of the worker. It is never handed to the next one, so nothing that an old life may still
 write can reach memory in use; the pages go back to the system when the last reference is dropped.

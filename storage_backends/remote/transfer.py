@@ -20,7 +20,7 @@ from sglang_hicache_ext.page import Regions
 from sglang_hicache_ext.storage_backends.record import PageDigests, memory_at, merge_columns, page_digest
 from sglang_hicache_ext.storage_backends.remote import wire
 from sglang_hicache_ext.storage_backends.remote.engine import NEVER_STARTED, NO_SPACE, NOT_FOUND, NOT_READY, RPC_FAILED
-from sglang_hicache_ext.storage_backends.remote.lanes import Lane, LateError, WorkerGoneError
+from sglang_hicache_ext.storage_backends.remote.lanes import Channel, Lane, LateError, WorkerGoneError
 from sglang_hicache_ext.storage_backends.remote.ring import slot_bytes
 
 
@@ -117,11 +117,6 @@ class Limits:
             return False
         return time.monotonic() < self.deadline
 
-    @property
-    def depth(self) -> int:
-        """Batches on the wire at once; with a gate only one, so that it can yield after each."""
-        return 2 if self.gate is None else 1
-
 
 @dataclass
 class _Flight:
@@ -131,7 +126,7 @@ class _Flight:
     started: float
     wait_until: float
     settles_by: float
-    half: int
+    channel: Channel
     batch: Sequence[int]
 
 
@@ -139,7 +134,7 @@ def _pump(
     job: PageJob, rows: Sequence[int], lane: Lane, limits: Limits, op: str,
     stage: Callable[[Sequence[int], int], None] | None, land: Callable[[Sequence[int], int, list[int]], bool],
 ) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Send ``rows`` in batches, one in each half of the lane, and ``land`` the replies in order.
+    """Send ``rows`` in batches, one on each channel of the lane, and ``land`` the replies in order.
 
     Args:
         stage: fills a half before its batch is sent.
@@ -150,17 +145,17 @@ def _pump(
     """
     todo = deque(job.batches(rows, lane, limits.batch_pages))
     flying: deque[_Flight] = deque()
-    free = deque(lane.halves)
+    free = deque(lane.channels)
     go_on = True
 
     def fill() -> None:
-        while todo and free and go_on and len(flying) < limits.depth:
+        while todo and free and go_on:
             if not limits.admits(len(todo[0]) * job.object_bytes):
                 return
-            batch, half = todo.popleft(), free.popleft()
+            batch, channel = todo.popleft(), free.popleft()
             if stage is not None:
-                stage(batch, half)
-            flying.append(_take_off(job, lane, limits, op, batch, half))
+                stage(batch, channel.half)
+            flying.append(_take_off(job, channel, limits, op, batch))
 
     try:
         while todo or flying:
@@ -168,13 +163,12 @@ def _pump(
             if not flying:
                 break
             first = flying[0]
-            codes = lane.receive(first.number, first.wait_until)
+            codes = first.channel.receive(first.number, first.wait_until)
             flying.popleft()
             if limits.gate is not None:
                 limits.gate.leave(len(first.batch) * job.object_bytes, time.monotonic() - first.started)
-                fill()  # the next one travels while this one is verified
-            go_on = land(first.batch, first.half, codes) and go_on
-            free.append(first.half)
+            go_on = land(first.batch, first.channel.half, codes) and go_on
+            free.append(first.channel)
     except (LateError, WorkerGoneError) as error:
         job.is_clean = False
         job.backend_failed = job.backend_failed or isinstance(error, WorkerGoneError)
@@ -183,12 +177,12 @@ def _pump(
     return [r for batch in todo for r in batch], [r for f in flying for r in f.batch]
 
 
-def _take_off(job: PageJob, lane: Lane, limits: Limits, op: str, batch: Sequence[int], half: int) -> _Flight:
+def _take_off(job: PageJob, channel: Channel, limits: Limits, op: str, batch: Sequence[int]) -> _Flight:
     names, sizes = [job.names[r] for r in batch], [job.object_bytes] * len(batch)
     now = time.monotonic()
-    number = lane.send(op, names, job.offsets(half, len(batch)), sizes)
+    number = channel.send(op, names, job.offsets(channel.half, len(batch)), sizes)
     settles_by = now + limits.transfer_s
-    return _Flight(number, now, min(limits.deadline, settles_by), settles_by, half, batch)
+    return _Flight(number, now, min(limits.deadline, settles_by), settles_by, channel, batch)
 
 
 def read_pages(

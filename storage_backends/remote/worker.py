@@ -5,7 +5,8 @@ reported as failed. So it lives here, and the only memory it can reach is the st
 parent. Killing this process is the one proof that no byte moves any more: the kernel closes its sockets and RDMA
 resources before the parent's wait returns.
 
-A *lane* is a socket, a thread here, and two halves of ring memory; one request at a time. The process ends with its parent
+A *channel* is a socket and a thread here, one request at a time; two of them, with a half of ring memory each, make a lane.
+The process ends with its parent
 (the life pipe). Standard library only: start-up is 0.1 s and nothing of the parent's environment can break it.
 """
 
@@ -34,7 +35,7 @@ def answer(engine: Any, base: int, request: dict[str, Any]) -> Any:
     return getattr(engine, op)(*args)
 
 
-def serve_lane(sock: socket.socket, engine: Any, base: int) -> None:
+def serve_channel(sock: socket.socket, engine: Any, base: int) -> None:
     """Answer requests on ``sock`` until the other side closes it."""
     while True:
         try:
@@ -46,7 +47,7 @@ def serve_lane(sock: socket.socket, engine: Any, base: int) -> None:
         request = json.loads(raw)
         try:
             reply = {"id": request["id"], "codes": answer(engine, base, request)}
-        except Exception as error:  # the engine's bindings raise whatever they like; the lane must answer
+        except Exception as error:  # the engine's bindings raise whatever they like; the channel must answer
             reply = {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
         try:
             sock.send(json.dumps(reply).encode())
@@ -72,15 +73,15 @@ def main(spec: dict[str, Any]) -> None:
     """Serve until the parent is gone or hangs up; never returns."""
     ring = mmap.mmap(spec["ring_fd"], spec["ring_bytes"], mmap.MAP_SHARED | mmap.MAP_POPULATE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(ring))
-    lanes = [socket.socket(fileno=fd) for fd in spec["lane_fds"]]
+    channels = [socket.socket(fileno=fd) for fd in spec["channel_fds"]]
     threading.Thread(target=_end_with_parent, args=(spec["life_fd"], spec["parent"]), daemon=True).start()
     engine, greeting = _open(spec, base)
-    lanes[0].send(json.dumps(greeting).encode())
+    channels[0].send(json.dumps(greeting).encode())
     if engine is None:
         os._exit(1)
-    for sock in lanes[1:]:
-        threading.Thread(target=serve_lane, args=(sock, engine, base), daemon=True).start()
-    serve_lane(lanes[0], engine, base)
+    for sock in channels[1:]:
+        threading.Thread(target=serve_channel, args=(sock, engine, base), daemon=True).start()
+    serve_channel(channels[0], engine, base)
     os._exit(0)  # the client's own exit handlers can hang or crash; there is nothing to save
 
 

@@ -76,7 +76,7 @@ import sys, threading, time
 sys.path.insert(0, {HERE!r})
 from sglang_hicache_ext.storage_backends.remote.process import ProcessWorker, WorkerSpec
 worker = ProcessWorker(WorkerSpec("fake_engine:FakeEngine", {{}}, 1 << 20, 2, ({HERE!r},)))
-lane = worker.pool.lease(time.monotonic() + 5)
+lane = worker.pool.lease(time.monotonic() + 5).channels[0]
 lane.receive(lane.send("put", ["a"], [0], [4096]), time.monotonic() + 5)
 lane.send("get", ["a"], [0], [4096])
 print(worker.pid, flush=True)
