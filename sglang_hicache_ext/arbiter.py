@@ -24,7 +24,7 @@ from enum import IntEnum
 
 from sglang_hicache_ext.errors import ConfigError
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 4 << 20
 LEAST_CHUNK_PAGES, MOST_CHUNK_PAGES = 4, 16
 POLL_S = 0.0003
 PD_STALE_NS = 1_000_000_000

@@ -174,7 +174,7 @@ def test_the_state_is_private_to_the_user(tmp_path: Path) -> None:
 
 
 def test_chunks_are_four_to_sixteen_pages() -> None:
-    assert [chunk_pages(n << 10) for n in (16, 64, 256, 1024, 4096)] == [16, 16, 8, 4, 4]
+    assert [chunk_pages(n << 10) for n in (16, 64, 256, 1024, 4096)] == [16, 16, 16, 4, 4]
 
 
 def test_a_handle_that_is_closed_gives_its_slot_back(hand: Hand, tmp_path: Path) -> None:
