@@ -101,6 +101,7 @@ class LocalCluster:
         client_ttl_s: seconds until the master gives up on a silent node.
         lease_ms: how long a read or a hit query protects an object.
         offload: store nodes write objects to an SSD folder too.
+        protocol: what store nodes speak, "tcp" or "rdma".
     """
 
     folder: Path
@@ -110,6 +111,7 @@ class LocalCluster:
     client_ttl_s: int = 5
     lease_ms: int = 3000
     offload: bool = False
+    protocol: str = "tcp"
     running: list[Node] = field(default_factory=list)
 
     def __enter__(self) -> LocalCluster:
@@ -186,7 +188,7 @@ class LocalCluster:
         node = self._spawn(
             "mooncake_client", port, "--host=127.0.0.1", f"--global_segment_size={self.node_bytes}",
             f"--master_server_address={self.master_address}", "--metadata_server=P2PHANDSHAKE", f"--port={port}",
-            "--protocol=tcp", f"--enable_offload={str(self.offload).lower()}",
+            f"--protocol={self.protocol}", f"--enable_offload={str(self.offload).lower()}",
             environment={
                 "MC_TCP_BIND_ADDRESS": "127.0.0.1", "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": str(folder),
                 "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1", "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "16",
@@ -206,15 +208,16 @@ class LocalCluster:
         with log.open("ab") as out:
             process = subprocess.Popen(
                 [binary(program), *args], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder,
-                env=_environment(environment or {}), start_new_session=True,
+                env=_environment(self.protocol, environment or {}), start_new_session=True,
             )  # fmt: skip
         node = Node(name, process, port, log)
         self.running.append(node)
         return node
 
 
-def _environment(extra: dict[str, str]) -> dict[str, str]:
-    return {**os.environ, "MC_FORCE_TCP": "true", "GLOG_logtostderr": "1", **extra}
+def _environment(protocol: str, extra: dict[str, str]) -> dict[str, str]:
+    forced = {"MC_FORCE_TCP": "true"} if protocol == "tcp" else {"MC_FORCE_HCA": "1"}
+    return {**os.environ, **forced, "GLOG_logtostderr": "1", **extra}
 
 
 def _mounted(folder: Path) -> int:
