@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness import Goal, Run, choices, entry, parser
 from policy_bench import real, simulated
@@ -44,15 +45,14 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def node_of(args: argparse.Namespace) -> NodeSpec:
     """Raises ConfigError for numbers that cannot be."""
-    order = {"io_workers": 1, "is_fair": False} if args.sglang_order else {}
-    return NodeSpec(
+    node = NodeSpec(
         prefill_tokens_per_s=args.prefill_tokens_per_s,
         kv_bytes_per_token=args.kv_bytes_per_token,
         l3_read_Bps=args.l3_gb_s * 1e9,
         l2_tokens=args.l2_tokens,
         servers=args.servers,
-        **order,
     )
+    return replace(node, io_workers=1, is_fair=False) if args.sglang_order else node
 
 
 def main(argv: Sequence[str] | None = None) -> int:

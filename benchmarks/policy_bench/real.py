@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,14 @@ def compare_with_engine(run: Run, args: argparse.Namespace, policies: Sequence[s
     try:
         progress.step("real engine: measuring recompute, writing prompts")
         machine = _prepare(bench)
-        run.extra["machine"] = {"prefill_tokens_per_s": machine.tokens_per_s, "overhead_s": machine.overhead_s}
         controls = {store: _control(store, machine, args.seed) for store in stores}
+        run.extra["real"] = {
+            "machine": asdict(machine),
+            "controls": controls,
+            "seed": bench.seed,
+            "requests": bench.requests,
+            "pipeline": bench.pipeline,
+        }
         for policy in policies:
             progress.step(f"real engine: {policy}")
             for store, answers in _replay(bench, machine, policy, controls).items():
@@ -166,7 +172,7 @@ def _record(
         series={"ttft_s": [a["ttft_s"] for a in good]},
     )
     columns = simulate(
-        _load_of(bench, machine), _node_of(machine, control), latency_model(control["model"]), policy, _settings()
+        load_of(bench, machine), node_of(machine, control), latency_model(control["model"]), policy, settings()
     )
     ttft = [columns.ttft_s[i] for i in sorted(columns.ttft_s)]
     twin = Measurement(values=columns.table(), series={"ttft_s": ttft})
@@ -178,11 +184,12 @@ def _record(
     run.failures += [f"real engine, {policy}, {store}: {f}" for f in failed]
 
 
-def _settings() -> PolicySettings:
+def settings() -> PolicySettings:
+    """Numbers of the policies in the simulated twin."""
     return PolicySettings(page_tokens=PAGE_TOKENS)
 
 
-def _load_of(bench: Bench, machine: Machine) -> Load:
+def load_of(bench: Bench, machine: Machine) -> Load:
     """The same requests with the same page ids: the first eight bytes of SGLang's page keys."""
     from policy_bench.engine_child import prompt_ids
 
@@ -195,7 +202,8 @@ def _load_of(bench: Bench, machine: Machine) -> Load:
     return Load("real", PAGE_TOKENS, tuple(requests), tuple(stored))
 
 
-def _node_of(machine: Machine, control: dict[str, Any]) -> NodeSpec:
+def node_of(machine: Machine, control: dict[str, Any]) -> NodeSpec:
+    """The simulated twin of the engine over the slowed store."""
     return NodeSpec(
         prefill_tokens_per_s=machine.tokens_per_s,
         prefill_overhead_s=machine.overhead_s,
@@ -294,6 +302,3 @@ def _run_child(bench: Bench, name: str, job: dict[str, Any]) -> list[dict[str, A
     if not any("done" in line for line in lines):
         raise RuntimeError(f"the engine ended early; the end of {log}:\n{kit.tail(log)}")
     return lines
-
-
-__all__ = ["compare_with_engine"]

@@ -169,7 +169,7 @@ class Node:
     def _need_not_wait(self, fetch: Fetch) -> bool:
         queue = self._queue
         view = fetch.view(
-            ahead=queue.pages_ahead(fetch),
+            ahead=queue.pages_ahead(fetch) if self._policy.uses_rates else 0,
             fetch_pages_per_s=queue.rate.per_s,
             recompute_pages_per_s=self._pages_per_s,
             others_waiting=len(self._waiting) - 1,

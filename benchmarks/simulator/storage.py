@@ -52,6 +52,13 @@ class LocalStorage:
     def prefix(self, pages: Sequence[int], start: int) -> int:
         return self._pages.prefix(pages, start)
 
+    def holds(self, page: int) -> bool:
+        return page in self._pages
+
+    @property
+    def stored_pages(self) -> int:
+        return len(self._pages)
+
     def add(self, pages: Sequence[int]) -> None:
         self._pages.add(pages)
 

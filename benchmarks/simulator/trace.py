@@ -136,7 +136,7 @@ class _Row:
 
     def _number(self, field: str, kinds: tuple[type, ...]) -> float:
         value: Any = self._get(field)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(float(value)):  # type: ignore[arg-type]
             self.refuse(field, f"is {value!r}", "write a number")
         if value < 0:
             self.refuse(field, f"is negative: {value}", "write zero or more")
