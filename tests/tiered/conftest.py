@@ -24,6 +24,7 @@ class Tier(MemoryStore):
         self.is_down = self.refuses = False
         self.on_read: Callable[[], Any] = lambda: None
         self.on_write: Callable[[], Any] = lambda: None
+        self.on_remove: Callable[[], Any] = lambda: None
         self.reads: list[int] = []
         self.asked: list[int] = []
 
@@ -52,6 +53,10 @@ class Tier(MemoryStore):
         if self.refuses:
             return WriteResult((WriteOutcome.FULL,) * len(keys))
         return super().write(ns, keys, regions, deadline_s)
+
+    def remove(self, ns: Any, keys: Sequence[bytes]) -> int:
+        self.on_remove()
+        return super().remove(ns, keys)
 
     def why_absent(self, ns: Any, keys: Sequence[bytes]) -> Any:
         self._up()

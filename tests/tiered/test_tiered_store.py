@@ -200,6 +200,26 @@ def test_a_removed_page_does_not_come_back_from_the_queue(tiers: MakeTiers, page
     assert store.contains(ns, p.keys).tolist() == [True] * 4 + [False] * 8 + [True] * 4
 
 
+def test_a_move_asked_for_during_a_removal_does_not_bring_the_page_back(tiers: MakeTiers, pages: Any) -> None:
+    store, p = tiers(remote_write_policy="none"), pages(4)
+    ns = store.namespace(p.fingerprint)
+    store.write(ns, p.keys, p.source_regions)
+    started, release = threading.Event(), threading.Event()
+
+    def block() -> None:
+        started.set()
+        release.wait(30)
+
+    def send_now() -> None:  # as a reader would that found the page just before it went
+        store._mover.send(ns, p.keys, 4096)
+        started.wait(0.3)
+
+    store.far.on_write, store.near.on_remove = block, send_now  # type: ignore[attr-defined]
+    assert store.remove(ns, p.keys) == 4
+    release.set()
+    assert store.flush(10.0) and not store.contains(ns, p.keys).any()
+
+
 def test_random_use_is_never_wrong_with_tiers_that_come_and_go(tiers: MakeTiers, pages: Any) -> None:
     store, p = tiers(near_capacity="128KiB"), pages(64)
     ns, rng = store.namespace(p.fingerprint), np.random.default_rng(11)
