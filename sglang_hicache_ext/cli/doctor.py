@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from sglang_hicache_ext.cli import probes
+from sglang_hicache_ext.cli import gds, probes
 from sglang_hicache_ext.cli.probes import Finding, Probe, Severity
 from sglang_hicache_ext.cli.render import FINDINGS, OK, SEVERE, Output
 
@@ -29,12 +30,13 @@ def run(paths: Sequence[str], capacity_bytes: int | None, only_gds: bool, out: O
 
 
 def _chosen(paths: Sequence[str], capacity_bytes: int | None, only_gds: bool) -> list[tuple[str, Probe]]:
+    gds_probe = partial(gds.gds, paths[0] if paths and os.path.isdir(paths[0]) else "")
     if only_gds:
-        return [("gds", probes.gds)]
+        return [("gds", gds_probe)]
     share = None if capacity_bytes is None else capacity_bytes // max(1, len(paths))
     general: list[tuple[str, Probe]] = [
         ("versions", probes.versions), ("limits", probes.limits), ("io_uring", probes.io_uring_switch),
-        ("rdma", probes.rdma), ("gds", probes.gds),
+        ("rdma", probes.rdma), ("gds", gds_probe),
     ]  # fmt: skip
     return general + [(f"directory {p}", partial(probes.directory, p, share)) for p in paths]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import resource
@@ -87,42 +86,6 @@ def rdma(devices: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
     names = sorted(p.name for p in devices.iterdir()) if devices.is_dir() else []
     text = f"devices: {', '.join(names)}" if names else "no RDMA device; the remote tier would use TCP"
     yield Finding("rdma", Severity.OK if names else Severity.INFO, text)
-
-
-def gds(udev: Path = Path("/run/udev"), nvfs: Path = Path("/proc/driver/nvidia-fs")) -> Iterator[Finding]:
-    """GPUDirect Storage, stage by stage; the first that is missing decides."""
-    if importlib.util.find_spec("kvikio") is None:
-        yield Finding(
-            "gds", Severity.INFO, "kvikio is not installed: no GDS path", "pip install 'sglang-hicache-ext[gds-cu12]'"
-        )
-        return
-    if not os.access(udev, os.R_OK):
-        yield Finding(
-            "gds",
-            Severity.WARN,
-            f"{udev} is not readable: kvikio falls back to POSIX",
-            f"mount {udev} read-only into the container",
-        )
-    import ctypes
-
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        yield Finding("gds", Severity.INFO, "no CUDA driver (libcuda.so.1): no GDS path, reads go to host memory")
-        return
-    count = ctypes.c_int()
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
-        yield Finding("gds", Severity.INFO, "no CUDA device: no GDS path, reads go to host memory")
-        return
-    stats = nvfs / "stats"
-    if stats.exists():
-        yield Finding("gds", Severity.OK, "nvidia-fs is loaded", proof={"stats": stats.read_text()[:400]})
-    else:
-        yield Finding(
-            "gds",
-            Severity.INFO,
-            "nvidia-fs is not loaded: kvikio reads through a bounce buffer, unless P2PDMA is in use",
-        )
 
 
 def file_system_of(path: Path) -> tuple[str, str, str]:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from sglang_hicache_ext.cli import probes
+from sglang_hicache_ext.cli import gds, probes
 from sglang_hicache_ext.cli.doctor import examine
+from sglang_hicache_ext.cli.gds_child import nvfs_reads
 from sglang_hicache_ext.cli.probes import Finding, Severity
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting and chown need root")
@@ -163,7 +164,7 @@ def test_the_kernel_switch_is_read(tmp_path: Path) -> None:
 
 def test_missing_udev_is_named(tmp_path: Path) -> None:
     pytest.importorskip("kvikio")
-    found = list(probes.gds(udev=tmp_path / "no-udev"))
+    found = list(gds.gds(udev=tmp_path / "no-udev"))
     assert any("no-udev" in f.what and "container" in f.todo for f in found)
 
 
@@ -196,3 +197,46 @@ def test_a_probe_that_raises_does_not_end_the_report() -> None:
     found = list(examine([("broken", broken), ("rdma", probes.rdma)]))
     assert "device said no" in found[0].what
     assert len(found) == 2
+
+
+def _stages(*lines: str, after: str = "") -> list[Finding]:
+    code = f"import sys, time\nfor line in {list(lines)!r}: print(line, flush=True)\n{after}"
+    return list(gds.try_stages("/nowhere", (sys.executable, "-c", code), limit_s=20.0))
+
+
+def test_every_stage_of_gds_is_a_finding_and_the_verdict_says_how_it_is_known() -> None:
+    found = _stages(
+        '{"stage": "library", "ok": true, "what": "kvikio 26"}',
+        '{"stage": "verdict", "ok": true, "what": "gds: cuFile says so; nvidia-fs counted 1 reads"}',
+    )
+    assert [f.severity for f in found] == [Severity.OK, Severity.OK]
+    assert "counted 1 reads" in found[1].what
+
+
+def test_a_failed_stage_and_a_silent_fallback_are_named() -> None:
+    (failed,) = _stages('{"stage": "read", "ok": false, "what": "OSError: no"}', after="sys.exit(1)")
+    assert failed.severity is Severity.WARN and "read failed" in failed.what
+    (compat,) = _stages('{"stage": "verdict", "ok": true, "what": "compat: mode is ON"}')
+    assert compat.severity is Severity.INFO and "compat" in compat.what
+
+
+def test_a_driver_that_hangs_in_a_stage_is_ended_and_named() -> None:
+    line = json.dumps({"stage": "buffer", "ok": True, "what": "x"})
+    code = f"import threading; print({line!r}, flush=True); threading.Event().wait()"
+    found = list(gds.try_stages("/nowhere", (sys.executable, "-c", code), limit_s=3.0))
+    assert found[-1].severity is Severity.FAIL and "after stage buffer" in found[-1].what
+
+
+def test_the_reads_that_nvidia_fs_counts_are_read(tmp_path: Path) -> None:
+    stats = tmp_path / "stats"
+    stats.write_text("GDS Version: 1.7\nReads\t\t\t\t: n=41 ok=41 err=0\nWrites : n=0\n")
+    assert nvfs_reads(stats) == 41
+    assert nvfs_reads(tmp_path / "none") is None
+
+
+def test_without_a_working_driver_the_stages_end_with_the_reason(tmp_path: Path) -> None:
+    pytest.importorskip("kvikio")
+    found = list(gds.try_stages(str(tmp_path)))
+    assert found[0].severity is Severity.OK and "kvikio" in found[0].what
+    assert found[-1].severity is not Severity.OK
+    assert not list(tmp_path.iterdir())
