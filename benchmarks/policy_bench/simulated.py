@@ -129,22 +129,29 @@ def ttft_of(run: Run, case: str, policy: str) -> list[float]:
 
 
 def plots(run: Run, matrix: Matrix) -> list[Plot]:
-    """Median and tail per case and policy, and what each policy pays in GPU time."""
-    cases = [c for c, _, _ in matrix.cases]
-    ticks = [c.replace(" / ", "\n") for c in cases]
-    made = []
-    for metric, title, label in (
-        ("ttft_p50_s", "Median TTFT by load, store and policy", "TTFT p50, s"),
-        ("ttft_p99_s", "The tail: waiting for everything is what it costs", "TTFT p99, s"),
-        ("gpu_s_recomputed", "GPU time spent on tokens that L3 held", "GPU s"),
-    ):
-        series = {
-            policy: [
-                (float(i), value, value, value)
-                for i, case in enumerate(cases)
-                if (value := run.median(case, policy, metric)) is not None
-            ]
-            for policy in (NO_L3, *matrix.policies)
-        }
-        made.append(Plot(title, "load and store", label, series, ticks=ticks, is_log_y=metric == "ttft_p99_s"))
-    return made
+    """Median, tail and recomputed GPU time by store and policy, one plot per load and metric."""
+    return [
+        _plot(run, matrix, load.name, metric, what)
+        for load in matrix.loads
+        for metric, what in (
+            ("ttft_p50_s", "TTFT p50, s"),
+            ("ttft_p99_s", "TTFT p99, s"),
+            ("gpu_s_recomputed", "GPU s spent on tokens that L3 held"),
+        )
+    ]
+
+
+def _plot(run: Run, matrix: Matrix, load: str, metric: str, what: str) -> Plot:
+    series = {
+        policy: [
+            (float(i), value, value, value)
+            for i, store in enumerate(matrix.stores)
+            if (value := run.median(case_name(load, store), policy, metric)) is not None
+        ]
+        for policy in matrix.policies
+    }
+    without = run.median(case_name(load, matrix.stores[0]), NO_L3, metric) or 0.0
+    highest = max((p[1] for points in series.values() for p in points), default=0.0)
+    level = (without, "without L3") if 0 < without <= 3 * highest else None
+    beyond = f" (without L3: {without:.3g})" if without and level is None else ""
+    return Plot(f"{load}: {what}{beyond}", "store", what, series, ticks=tuple(matrix.stores), level=level)

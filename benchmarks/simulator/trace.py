@@ -135,12 +135,15 @@ class _Row:
         return self._value[field]
 
     def _number(self, field: str, kinds: tuple[type, ...]) -> float:
-        value: Any = self._get(field)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(float(value)):  # type: ignore[arg-type]
+        value = self._get(field)
+        if isinstance(value, bool) or not isinstance(value, kinds):
             self.refuse(field, f"is {value!r}", "write a number")
-        if value < 0:
+        number = float(value)
+        if not math.isfinite(number):
+            self.refuse(field, f"is {value!r}", "write a number")
+        if number < 0:
             self.refuse(field, f"is negative: {value}", "write zero or more")
-        return float(value)
+        return number
 
     def _pages(self, tokens: int) -> tuple[int, ...]:
         pages: Sequence[Any] = self._get("hash_ids")
