@@ -15,29 +15,18 @@ import numpy as np
 import torch
 from harness import Measurement, WrongBytes
 
+from linker_bench.device import PAGE_TOKENS, view
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.sglang_adapter.linker_loads import Batch, LoadQueue
 from sglang_hicache_ext.sglang_adapter.linker_offload import copy_out
 from sglang_hicache_ext.sglang_adapter.linker_paths import DirectPath
-from sglang_hicache_ext.sglang_adapter.linker_pools import align_host_pool, device_pools
 from sglang_hicache_ext.sglang_adapter.linker_source import PoolLoad
 from sglang_hicache_ext.storage_backends.engines import open_engine
 from sglang_hicache_ext.storage_backends.nvme.layered_reads import LayeredPages
 from sglang_hicache_ext.storage_backends.nvme.store import NvmeStore
 from sglang_hicache_ext.testing.engine_faults import ThrottledEngine
-
-PAGE_TOKENS, HEADS, DIM = 64, 8, 128
-
-
-class MHATokenToKVPool:
-    """K and V of each layer, [slots, heads, dim] bfloat16, as SGLang keeps them."""
-
-    def __init__(self, layers: int, pages: int) -> None:
-        shape = (pages * PAGE_TOKENS, HEADS, DIM)
-        self.k_buffer = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(layers)]
-        self.v_buffer = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(layers)]
 
 
 class Counter:
@@ -73,13 +62,10 @@ class SlowDrive:
         self._throttle = ThrottledEngine(engine, 1e12)
         config = HiCacheExtConfig.parse({"path": str(Path(path) / "slow"), "capacity": "1GiB"})
         self.store = NvmeStore(config, engine=self._throttle)
-        self._pool_object, source = MHATokenToKVPool(layers, pages), MHATokenToKVPool(layers, pages)
-        for tensor in (*source.k_buffer, *source.v_buffer):
-            tensor.copy_(torch.randn(tensor.shape))
-        for pool in (self._pool_object, source):
-            align_host_pool(pool)
-        self.pool = device_pools(self._pool_object, PAGE_TOKENS, {"full"}).by_name["kv"]
-        self._source = device_pools(source, PAGE_TOKENS, {"full"}).by_name["kv"]
+        self.pool, self._source = view(layers, pages, "cpu"), view(layers, pages, "cpu")
+        for buffers in self._source.buffers:
+            for buffer in buffers:
+                buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8))
         self.pages, self.ns = LayeredPages(self.store, self.pool.geometry), self.store.namespace(Fingerprint("bench"))
         self.keys = [bytes([i]) * 32 for i in range(pages)]
         self._write()

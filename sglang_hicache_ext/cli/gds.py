@@ -69,6 +69,8 @@ def try_stages(directory: str, command: Sequence[str] = CHILD, limit_s: float = 
     try:
         assert child.stdout is not None
         for line in child.stdout:
+            if not line.startswith("{"):  # libraries print too
+                continue
             stage = json.loads(line)
             last = stage["stage"]
             yield _finding(stage)
@@ -76,7 +78,7 @@ def try_stages(directory: str, command: Sequence[str] = CHILD, limit_s: float = 
     finally:
         watchdog.cancel()
         child.kill()
-        child.wait()
+        child.communicate()
     if child.returncode < 0:
         what = f"no answer within {limit_s:g} s after stage {last}"
         yield Finding("gds", Severity.FAIL, what, "check the NVIDIA driver; the linker must not use this path")

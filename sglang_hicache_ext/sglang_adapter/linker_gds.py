@@ -49,9 +49,10 @@ class GdsPath:
             self._engine.close()
             raise CapabilityError(f"no GPUDirect Storage: {why}", WHERE, "see `hicache-ext doctor --gds`")
         self._why = why
-        for storage in {b.untyped_storage().data_ptr(): b for p in pools for bs in p.buffers for b in bs}.values():
-            self._engine.register_buffer(storage)
-        self.lanes = Lanes(store.layout, [self._engine])
+        allocations = {b.untyped_storage().data_ptr(): b for p in pools for buffers in p.buffers for b in buffers}
+        for addr, buffer in allocations.items():
+            self._engine.register_buffer(addr, buffer.untyped_storage().nbytes(), buffer)
+        self.lanes: Lanes | None = Lanes(store.layout, [self._engine])
 
     def read_layer(
         self, read: LayeredRead, pool: DevicePool, layer: int, rows: NDArray[np.int64], deadline: float
@@ -69,4 +70,5 @@ class GdsPath:
         return {"path": self.name, "reason": self._why, "engine": self._engine.describe()}
 
     def close(self) -> None:
-        self.lanes.close()
+        if self.lanes is not None:
+            self.lanes.close()

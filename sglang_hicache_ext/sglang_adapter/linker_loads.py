@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sglang_hicache_ext.errors import StoreError
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.outcome import Outcome
@@ -180,7 +177,8 @@ class LoadQueue:
     def _work(self) -> None:
         while (job := self._take()) is not None:
             batch, step = job
-            error, drains = "", []
+            error = ""
+            drains: list[tuple[Source, Drain]] = []
             try:
                 error, drains = self._run(batch, step)
             except StoreError as raised:
@@ -272,7 +270,3 @@ class _Quiesced:
     def wait(self, timeout_s: float) -> bool:
         self._batch.quiesced.wait(timeout_s)
         return self.is_done()
-
-
-def positions(count: int) -> NDArray[np.int64]:
-    return np.arange(count, dtype=np.int64)

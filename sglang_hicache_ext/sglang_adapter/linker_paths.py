@@ -18,7 +18,7 @@ from sglang_hicache_ext.ports import Drain
 from sglang_hicache_ext.sglang_adapter.linker_pools import DevicePool
 from sglang_hicache_ext.storage_backends.nvme.codes import READ_CODE, join_drains
 from sglang_hicache_ext.storage_backends.nvme.lanes import Lanes
-from sglang_hicache_ext.storage_backends.nvme.layered_reads import LOADED, LayeredRead, LayerResult
+from sglang_hicache_ext.storage_backends.nvme.layered_reads import LayeredRead, LayerResult
 
 LATE = next(code for outcome, code in READ_CODE.items() if outcome.value == "late")
 SLOT_BYTES = 8 << 20
@@ -165,7 +165,7 @@ class BouncePath:
                 at += len(rows) * run
             if not self._cuda:
                 return None
-            event = torch.cuda.Event()
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             return event
 
@@ -173,7 +173,7 @@ class BouncePath:
         if not self._cuda:
             return nullcontext()
         if not hasattr(self._streams, "own"):
-            self._streams.own = torch.cuda.Stream(self._device)
+            self._streams.own = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._streams.own)
 
     def _land(self, event: Any, slot: Slot) -> None:
@@ -206,7 +206,3 @@ def neighbours(rows: NDArray[np.int64], page_tokens: int) -> list[tuple[int, int
         return []
     starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1] + page_tokens)))
     return list(zip(starts.tolist(), np.diff(np.append(starts, len(rows))).tolist(), strict=True))
-
-
-def is_loaded(codes: NDArray[np.int8]) -> bool:
-    return bool((codes == LOADED).all())

@@ -49,7 +49,9 @@ class DeviceQuarantine:
     def release(self, *page_ids: torch.Tensor) -> None:
         self.give_back()
         if not self._draining:
-            return self._release(*page_ids) if page_ids else None
+            if page_ids:
+                self._release(*page_ids)
+            return
         held = self.held
         for ids in page_ids:
             flat = ids.cpu().numpy()
@@ -57,7 +59,6 @@ class DeviceQuarantine:
             self._waiting.update(int(p) for p in flat[kept])
             if not kept.all():
                 self._release(ids[torch.from_numpy(~kept).to(ids.device)])
-        return None
 
     def give_back(self) -> None:
         """Free what SGLang freed meanwhile and no read can touch any more."""
