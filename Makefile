@@ -31,6 +31,7 @@ bench-smoke: setup
 	$(PY) benchmarks/bench_storage.py --smoke
 	$(PY) benchmarks/bench_pipeline.py --smoke
 	$(PY) benchmarks/bench_cold_start.py --smoke
+	$(PY) benchmarks/compare_policies.py --smoke
 
 test: test-unit test-e2e
 
@@ -48,6 +49,10 @@ lint: setup
 	$(PY) -m ruff format --check .
 	sh requirements/check_types.sh $(abspath $(PY))
 	$(VENV)/bin/lint-imports
+
+docs: setup
+	$(PY) scripts/make_docs.py --check
+	$(PY) -m mkdocs build --quiet --site-dir $(STAMPS)/site
 
 format: setup
 	$(PY) -m ruff check --fix .

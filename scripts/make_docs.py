@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from sglang_hicache_ext.outcome import Outcome, WriteOutcome
 ROOT = Path(__file__).resolve().parent.parent / "docs"
 _NAME = "sglang[:_]{}"
 """Both prefixes: SGLang 0.5.23 exports `sglang:`, newer builds `sglang_`."""
+
+_COUNTED = re.compile(r'metrics\.add\(\s*(f?)"([a-z0-9_]+(?:\{[^"]*\})?[a-z0-9_]*)"')
 
 
 def configuration() -> str:
@@ -78,6 +81,16 @@ def metrics() -> str:
         "The dashboard `docs/grafana/hicache-ext.json` uses the default data source and works with both prefixes.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def events() -> list[str]:
+    """Names of every counter in the source; a part that is known at run time only stands in <>."""
+    found = set()
+    for folder in ("sglang_hicache_ext", "storage_backends"):
+        for path in sorted((ROOT.parent / folder).rglob("*.py")):
+            for prefix, name in _COUNTED.findall(path.read_text()):
+                found.add(re.sub(r"\{.*\}", "<name>", name) if prefix else name)
+    return sorted(found - {"read_bytes", "written_bytes"})
 
 
 def dashboard() -> str:

@@ -25,7 +25,8 @@ def stamp(namespace: bytes, key: bytes, nbytes: int) -> NDArray[np.uint8]:
     """The payload of a page: every 8 bytes depend on the namespace, the key and their place."""
     seed = np.frombuffer(hashlib.blake2b(namespace + key, digest_size=8).digest(), np.uint64)[0]
     words = np.arange(-(-nbytes // 8), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return (words ^ seed).view(np.uint8)[:nbytes]
+    payload: NDArray[np.uint8] = (words ^ seed).view(np.uint8)
+    return payload[:nbytes]
 
 
 class HostArena:
