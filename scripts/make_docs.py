@@ -76,6 +76,7 @@ def metrics() -> str:
     lines += [f"| `{n}` | histogram | `{label}` | {text} |" for n, (label, text) in HISTOGRAMS.items()]
     lines += ["", "`outcome` of a queried page: " + ", ".join(f"`{o}`" for o in Outcome) + "."]
     lines += ["", "`outcome` of a written page: " + ", ".join(f"`{o}`" for o in WriteOutcome) + "."]
+    lines += ["", "`event`: " + ", ".join(f"`{e}`" for e in events()) + "."]
     lines += [
         "",
         "The dashboard `docs/grafana/hicache-ext.json` uses the default data source and works with both prefixes.",
