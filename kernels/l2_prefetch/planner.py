@@ -127,7 +127,8 @@ def _form(shape: Shape) -> str:
 
 def resident_ctas(gpu: Gpu, shape: Shape, tile: Tile, batch: int) -> int:
     """CTAs that run at once: what fits on the GPU, or the whole grid when that is smaller."""
-    return min(tile.ctas_per_sm(gpu) * gpu.sms, item_bound(batch, shape.kv_heads, gpu.sms) * shape.kv_heads)
+    fitting: int = tile.ctas_per_sm(gpu) * gpu.sms
+    return min(fitting, item_bound(batch, shape.kv_heads, gpu.sms) * shape.kv_heads)
 
 
 def _fitting_distance(gpu: Gpu, tile: Tile, ctas: int, most: int) -> int:
