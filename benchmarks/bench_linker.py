@@ -4,6 +4,7 @@
 
 Part "overlap": the linker's load queue and store on a drive slowed to a known bandwidth, under a forward of known length
 per layer; TTFT is held against max(load, compute) + first layer and printed next to a synchronous load.
+Part "layout": one record a page with a digest per layer, against one record per page and layer.
 Part "engines": two real SGLang servers on the CPU, one with the linker, one with the `nvme` storage backend.
 """
 
@@ -19,10 +20,12 @@ from functools import partial
 from pathlib import Path
 
 from harness import Arm, Goal, Run, choices, entry, parser, positive, writable_directory
+from linker_bench.layout import Layouts
 from linker_bench.overlap import SlowDrive
 
-PARTS = ("overlap", "engines")
+PARTS = ("overlap", "layout", "engines")
 LAYERS = 24
+COLUMNS = ("ttft_ms", "last_layer_ms", "write_ms", "lookup_ms", "first_layer_ms", "load_ms", "entries_per_page")
 RATIOS = (0.5, 1.0, 2.0)
 """Load time over compute time."""
 
@@ -78,6 +81,14 @@ def overlap(run: Run, args: Namespace, path: str) -> None:
     run.conclude("overlap_efficiency", min(efficiencies, default=None), goal)
 
 
+def layout(run: Run, args: Namespace, path: str) -> None:
+    """Cost of the two forms on disk."""
+    forms = Layouts(path, LAYERS, args.pages)
+    run.measure("layout", [Arm("layered", forms.layered), Arm("records", forms.records)], args.rounds)
+    for metric in ("write_ms", "lookup_ms", "first_layer_ms", "load_ms"):
+        run.conclude(f"layered_vs_records_{metric}", run.ratio("layout", "layered", "records", metric))
+
+
 def engines(run: Run, args: Namespace, path: str) -> None:
     """TTFT of the same prompts through the linker and through the host path."""
     from cold_start_bench.servers import random_model
@@ -110,10 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = choices(args.parts, PARTS, "--parts")
     base = writable_directory(args.path, "--path")
     path = tempfile.mkdtemp(prefix="run-", dir=base)
-    run = Run("bench_linker", path, vars(args), args.seed, args.smoke, ("ttft_ms", "last_layer_ms"), sys.stdout)
+    run = Run("bench_linker", path, vars(args), args.seed, args.smoke, COLUMNS, sys.stdout)
     try:
         for name in parts:
-            {"overlap": overlap, "engines": engines}[name](run, args, path)
+            {"overlap": overlap, "layout": layout, "engines": engines}[name](run, args, path)
     finally:
         shutil.rmtree(path, ignore_errors=True)
     return run.finish(args.json, args.report, args.plots)

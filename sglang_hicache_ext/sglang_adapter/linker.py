@@ -99,7 +99,7 @@ class NvmeLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.layer_done_counter, self.metrics, step_s=self.config.read_deadline_s, threads=self.config.io_workers
         )
         self._offloads = OffloadQueue(
-            self.metrics, limit_pages=self.config.linker_queue_pages, with_sums=self._path.name == "gds"
+            self.metrics, limit_pages=self.config.linker_queue_pages, with_sums=self._device.by_name[KV].has_sums
         )
         self._queued: dict[str, list[Any]] = {}
         self._allocator = params.token_to_kv_pool_allocator

@@ -83,6 +83,7 @@ def pool_fingerprint(deployment: Deployment, pool: DevicePool, epoch: Epoch) -> 
             **deployment.extra,
             "pool_class": type(source).__name__,
             "store_dtype": str(getattr(source, "store_dtype", "")),
+            "sums": "device" if pool.has_sums else "",
             "run_bytes": ",".join(str(n) for runs in pool.geometry.runs for n in runs),
         },
     )

@@ -48,6 +48,11 @@ class DevicePool:
     def device(self) -> torch.device:
         return self.buffers[0][0].device
 
+    @property
+    def has_sums(self) -> bool:
+        """Headers carry sums that the device computes, so that bytes which GDS put there can be proven there."""
+        return self.device.type == "cuda"
+
     def rows(self, slots: torch.Tensor, pages: int) -> NDArray[np.int64]:
         """First row of each page. Raises ValueError when the slots are not whole pages inside the pool."""
         flat = slots.detach().to("cpu", torch.int64).numpy().reshape(-1)
