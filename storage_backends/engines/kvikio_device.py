@@ -35,22 +35,23 @@ class KvikioDeviceEngine(KvikioEngine):
 
     def __init__(self, directory: str, *, depth: int = 32, threads: int = 8, probe_timeout_s: float = 30.0) -> None:
         super().__init__(directory, depth=depth, threads=threads, probe_timeout_s=probe_timeout_s)
-        self._buffers: list[Any] = []
+        self._buffers: list[tuple[Any, Any]] = []
         self.registered, self.refused = 0, ""
 
     def piece(self, addr: int, size: int) -> Any:
         return DeviceSpan(addr, size)
 
-    def register_buffer(self, buffer: Any) -> bool:
-        """Give the whole allocation that ``buffer`` lies in to cuFile, and keep it alive until ``close``."""
+    def register_buffer(self, addr: int, nbytes: int, owner: Any) -> bool:
+        """Give the whole allocation that the span lies in to cuFile; ``owner`` stays referenced until ``close``."""
         from kvikio import buffer as kvikio_buffer
 
+        span = self.piece(addr, nbytes)
         try:
-            kvikio_buffer.memory_register(buffer)
+            kvikio_buffer.memory_register(span)
         except (RuntimeError, ValueError) as error:
             self.refused = str(error)
             return False
-        self._buffers.append(buffer)
+        self._buffers.append((span, owner))
         self.registered += 1
         return True
 
@@ -71,7 +72,7 @@ class KvikioDeviceEngine(KvikioEngine):
         super().close()
         while self._buffers:
             try:
-                kvikio_buffer.memory_deregister(self._buffers.pop())
+                kvikio_buffer.memory_deregister(self._buffers.pop()[0])
             except (RuntimeError, ValueError) as error:
                 self.refused = str(error)
 
