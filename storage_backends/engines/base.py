@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ TIMED_OUT = -errno.ETIMEDOUT
 """Result of an operation that the deadline stopped before it began or after it was cancelled: no byte of it moves."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IoPlan:
     """A batch of operations, each one contiguous file extent against one or more memory pieces.
 
@@ -46,7 +47,7 @@ class IoPlan:
     def __len__(self) -> int:
         return len(self.files)
 
-    @property
+    @cached_property
     def op_bytes(self) -> NDArray[np.int64]:
         """[ops] int64: bytes of each operation."""
         sums = np.concatenate(([0], np.cumsum(self.iov[:, 1].astype(np.int64))))
