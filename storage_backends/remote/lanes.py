@@ -59,12 +59,16 @@ class Channel:
             )
         return False
 
-    def send(self, op: str, *args: Any) -> int:
-        """Hand over a request; returns its number. Raises WorkerGoneError."""
+    def send(self, op: str, *args: Any, in_turn: bool = False) -> int:
+        """Hand over a request; returns its number. Raises WorkerGoneError.
+
+        Args:
+            in_turn: wait there for a request of the lane's other channel that is also in turn.
+        """
         self._next_id += 1
         try:
             self.sock.settimeout(SEND_TIMEOUT_S)
-            self.sock.send(json.dumps({"op": op, "id": self._next_id, "args": args}).encode())
+            self.sock.send(json.dumps({"op": op, "id": self._next_id, "args": args, "in_turn": in_turn}).encode())
         except OSError as error:
             raise WorkerGoneError(str(error)) from error
         self._owed.add(self._next_id)

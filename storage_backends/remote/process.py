@@ -188,17 +188,20 @@ class ThreadWorker:
             raise StartError(str(error)) from error
         pairs = _channels(spec)
         sockets = [ours for ours, _ in pairs]
+        turns = [threading.Lock() for _ in pairs]
         self._threads = [
-            threading.Thread(target=self._serve, args=(theirs,), daemon=True, name=f"hicache-ext-channel-{i}")
+            threading.Thread(
+                target=self._serve, args=(theirs, turns[i // 2]), daemon=True, name=f"hicache-ext-channel-{i}"
+            )
             for i, (_, theirs) in enumerate(pairs)
         ]
         for thread in self._threads:
             thread.start()
         self.pool = _lanes(self.ring, sockets, spec.lanes)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, turns: threading.Lock) -> None:
         with sock:
-            serve_channel(sock, self.engine, self.ring.base)
+            serve_channel(sock, self.engine, self.ring.base, turns)
 
     def is_alive(self) -> bool:
         return all(t.is_alive() for t in self._threads)

@@ -180,7 +180,9 @@ def _pump(
 def _take_off(job: PageJob, channel: Channel, limits: Limits, op: str, batch: Sequence[int]) -> _Flight:
     names, sizes = [job.names[r] for r in batch], [job.object_bytes] * len(batch)
     now = time.monotonic()
-    number = channel.send(op, names, job.offsets(channel.half, len(batch)), sizes)
+    # Large batches one after the other: two at once cost more CPU than they save. Small ones at once: they are all latency.
+    is_large = limits.gate is None
+    number = channel.send(op, names, job.offsets(channel.half, len(batch)), sizes, in_turn=is_large)
     settles_by = now + limits.transfer_s
     return _Flight(number, now, min(limits.deadline, settles_by), settles_by, channel, batch)
 

@@ -20,6 +20,7 @@ import os
 import select
 import socket
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 MAX_MESSAGE = 1 << 18
@@ -35,8 +36,12 @@ def answer(engine: Any, base: int, request: dict[str, Any]) -> Any:
     return getattr(engine, op)(*args)
 
 
-def serve_channel(sock: socket.socket, engine: Any, base: int) -> None:
-    """Answer requests on ``sock`` until the other side closes it."""
+def serve_channel(sock: socket.socket, engine: Any, base: int, turns: AbstractContextManager[Any]) -> None:
+    """Answer requests on ``sock`` until the other side closes it.
+
+    Args:
+        turns: a lock shared by the channels of a lane; a request marked "in_turn" runs under it.
+    """
     while True:
         try:
             raw = sock.recv(MAX_MESSAGE)
@@ -46,7 +51,8 @@ def serve_channel(sock: socket.socket, engine: Any, base: int) -> None:
             return
         request = json.loads(raw)
         try:
-            reply = {"id": request["id"], "codes": answer(engine, base, request)}
+            with turns if request.get("in_turn") else nullcontext():
+                reply = {"id": request["id"], "codes": answer(engine, base, request)}
         except Exception as error:  # the engine's bindings raise whatever they like; the channel must answer
             reply = {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
         try:
@@ -79,9 +85,10 @@ def main(spec: dict[str, Any]) -> None:
     channels[0].send(json.dumps(greeting).encode())
     if engine is None:
         os._exit(1)
-    for sock in channels[1:]:
-        threading.Thread(target=serve_channel, args=(sock, engine, base), daemon=True).start()
-    serve_channel(channels[0], engine, base)
+    turns = [threading.Lock() for _ in channels]
+    for i, sock in enumerate(channels[1:], 1):
+        threading.Thread(target=serve_channel, args=(sock, engine, base, turns[i // 2]), daemon=True).start()
+    serve_channel(channels[0], engine, base, turns[0])
     os._exit(0)  # the client's own exit handlers can hang or crash; there is nothing to save
 
 
