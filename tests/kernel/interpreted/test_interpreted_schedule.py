@@ -47,3 +47,12 @@ def test_the_single_split_schedule_names_each_request_once() -> None:
     schedule = single_split(3, "cpu")
     assert schedule.split_indptr.tolist() == [0, 1, 2, 3] and schedule.item_request.tolist() == [0, 1, 2]
     assert int(schedule.distance) == 0
+
+
+@pytest.mark.parametrize(("tokens", "distance"), [(1, 0), (4 * 32, 0), (4 * 32 + 1, 2)])
+def test_the_distance_is_zero_up_to_twice_the_loops_depth(tokens: int, distance: int) -> None:
+    assert (TILE.block_tokens, TILE.depth) == (32, 2)
+    schedule = alloc_schedule(1, 1, 4, "cpu")
+    lens = torch.tensor([tokens], dtype=torch.int32)
+    fill_schedule(schedule, kv_heads=1, sms=4, tile=TILE, distance=2, seq_lens=lens)
+    assert int(schedule.distance) == distance == distance_for([tokens], 1, 4, TILE, 2)
