@@ -57,7 +57,7 @@ class DeviceReads:
     def write(self) -> float:
         """Copy out, head and store all pages; GB/s."""
         page, wave = self.pool.geometry.page_bytes, max(1, (64 << 20) // self.pool.geometry.page_bytes)
-        slot = Slot(wave * page, self.pool.device.type == "cuda")
+        slot = Slot(wave * page, self.pool.device)
         started = time.perf_counter()
         for at in range(0, self.count, wave):
             rows = self.rows[at : at + wave]

@@ -185,7 +185,7 @@ class OffloadQueue:
             if len(self._draining) >= MAX_DRAINING:
                 self._metrics.add("linker_staging_exhausted")
                 return None
-            self._staging = Slot(need, pool.device.type == "cuda")
+            self._staging = Slot(need, pool.device)
         return self._staging
 
 

@@ -69,14 +69,14 @@ class DirectPath:
 
 
 class Slot:
-    """Page-aligned memory, pinned for CUDA, that one wave of pages passes through."""
+    """Page-aligned memory that one wave of pages passes through; pinned, by the context of ``device``, for CUDA."""
 
-    def __init__(self, nbytes: int, pinned: bool) -> None:
-        raw = (
-            torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=True)
-            if pinned
-            else torch.frombuffer(mmap.mmap(-1, nbytes + ALIGN), dtype=torch.uint8)
-        )
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # a thread starts on device 0
+                raw = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=True)
+        else:
+            raw = torch.frombuffer(mmap.mmap(-1, nbytes + ALIGN), dtype=torch.uint8)
         start = -raw.data_ptr() % ALIGN
         self.bytes = raw[start : start + nbytes]
 
@@ -102,7 +102,7 @@ class BouncePath:
         self._cuda = device.type == "cuda"
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for _ in range(slots):
-            self._free.put(Slot(self._slot_bytes, self._cuda))
+            self._free.put(Slot(self._slot_bytes, device))
         self._streams = threading.local()
         self._device = device
         self._lock = threading.Lock()
