@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness import Goal, Run, choices, entry, parser
+from harness import Goal, Run, choices, entry, parser, writable_directory
 from policy_bench import real, simulated
 from simulator.infinite import simulated_hit_rate
 from simulator.spec import NodeSpec
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     matrix = simulated.Matrix(spec, loads, stores, policies, args.seed)
     run = Run(
         "compare_policies",
-        path=args.real or None,
+        path=writable_directory(args.real, "--real") if args.real else None,
         requested=vars(args),
         seed=args.seed,
         is_smoke=args.smoke,

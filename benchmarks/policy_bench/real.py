@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import BadInput, Goal, Measurement, Progress, Run, Sample, choices, writable_directory
+from harness import BadInput, Goal, Measurement, Progress, Run, Sample, choices
 from simulator.engine import simulate
 from simulator.spec import NodeSpec
 from simulator.trace import Load, Request
@@ -76,7 +76,7 @@ class Bench:
 def compare_with_engine(run: Run, args: argparse.Namespace, policies: Sequence[str]) -> None:
     """Run both, print their difference, conclude whether they rank the policies alike."""
     stores = choices(args.real_stores, tuple(DELAYS), "--real-stores")
-    bench = Bench(Path(writable_directory(args.real, "--real")), args.seed, args.real_requests, args.pipeline)
+    bench = Bench(Path(args.real).resolve(), args.seed, args.real_requests, args.pipeline)
     if args.smoke:
         bench = Bench(bench.directory, args.seed, 4, args.pipeline)
         stores = stores[-1:]
