@@ -105,8 +105,8 @@ class _Job:
         self._held = engine._files.acquire(distinct_files(plan))
         self._lock = threading.Lock()
         self._tasks_left = 0
-        self._in_task = 0
-        self._stuck = 0
+        self._in_task: set[int] = set()
+        self._stuck: set[int] = set()
 
     def start(self) -> None:
         cuts = np.linspace(0, len(self._plan), min(TASKS_PER_BATCH, len(self._plan)) + 1).astype(int).tolist()
@@ -120,9 +120,9 @@ class _Job:
     def caller_left(self) -> None:
         """The caller returned; threads still inside a system call are made up for."""
         with self._lock:
-            self._stuck = self._in_task if self._batch.running else 0
+            self._stuck = set(self._in_task) if self._batch.running else set()
             if self._stuck:
-                self._engine._workers.make_up(self._stuck)
+                self._engine._workers.make_up(len(self._stuck))
         self._leave()
 
     def _leave(self) -> None:
@@ -134,16 +134,16 @@ class _Job:
 
     def _task(self, first: int, last: int) -> None:
         with self._lock:
-            self._in_task += 1
+            self._in_task.add(first)
         try:
             for begin, end in merged_runs(self._plan, self._bytes, first, last, libc.IOV_MAX, MERGE_BYTES):
                 if not self._run(begin, end):
                     break
         finally:
             with self._lock:
-                self._in_task -= 1
-                if self._stuck:
-                    self._stuck -= 1
+                self._in_task.discard(first)
+                if first in self._stuck:  # not a task that began after the caller had left
+                    self._stuck.discard(first)
                     self._engine._workers.unstuck(1)
             self._leave()
 
