@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_hicache_ext.errors import StoreError
 from sglang_hicache_ext.keys import key_bytes
 from sglang_hicache_ext.outcome import Outcome
 from sglang_hicache_ext.ports import Namespace, PageStore
@@ -107,7 +108,13 @@ class PoolChannel:
         slots = page_slots(host_indices, len(keys), self.pages.page_tokens)
         regions, raw, ns = self.pages.for_write(slots), [key_bytes(k) for k in keys], self.namespace
         started = time.perf_counter()
-        result = self._store.write(ns, raw, regions)
+        try:
+            result = self._store.write(ns, raw, regions)
+        except StoreError:
+            kept = set(self._retry.take(ns, raw, regions, list(range(len(raw)))))
+            if not kept:
+                raise
+            return [i in kept for i in range(len(raw))]
         stored = [o.is_stored for o in result.outcomes]
         self._stats.wrote(sum(stored), sum(stored) * regions.page_bytes, time.perf_counter() - started)
         failed = [i for i, ok in enumerate(stored) if not ok]

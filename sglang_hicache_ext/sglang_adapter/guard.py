@@ -40,9 +40,9 @@ class Guard:
         name, started = min(running, key=lambda r: r[1])
         return name, time.monotonic() - started
 
-    def run(self, name: str, fallback: Callable[[], T], call: Callable[[], T]) -> T:
-        """Return ``call()``; when it raises, or the extension is off, ``fallback()``."""
-        if self.disabled:
+    def run(self, name: str, fallback: Callable[[], T], call: Callable[[], T], *, even_off: bool = False) -> T:
+        """Return ``call()``; when it raises, or the extension is off (unless ``even_off``), ``fallback()``."""
+        if self.disabled and not even_off:
             return fallback()
         mine = threading.get_ident()
         outer = self._running.get(mine)

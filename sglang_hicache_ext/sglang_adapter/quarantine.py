@@ -88,7 +88,9 @@ class Quarantine:
         import torch
 
         slots = self._tokens(pages)
-        self._pool.slot_used[slots] = True
+        used = getattr(self._pool, "slot_used", None)  # Mamba's host pool keeps no such flags
+        if used is not None:
+            used[slots] = True
         keep = ~torch.isin(self._pool.free_slots, slots)
         self._pool.free_slots = self._pool.free_slots[keep]
 

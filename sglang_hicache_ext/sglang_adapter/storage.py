@@ -277,10 +277,10 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         if self._export is not None:
             self._export.close()
         unregister = getattr(self.store, "unregister_memory", None)
-        self._guard.run("close", lambda: None, self._retry.close)
+        self._guard.run("close", lambda: None, self._retry.close, even_off=True)
         for addr in self._registered_memory if unregister is not None else ():
-            self._guard.run("close", lambda: None, lambda a=addr: unregister(a))  # type: ignore[misc]
-        self._guard.run("close", lambda: None, self.store.close)
+            self._guard.run("close", lambda: None, lambda a=addr: unregister(a), even_off=True)  # type: ignore[misc]
+        self._guard.run("close", lambda: None, self.store.close, even_off=True)
 
 
 def _warn_of_allocator(extra: dict[str, Any]) -> None:

@@ -271,3 +271,54 @@ def test_addresses_are_those_the_pool_itself_gives(kit, nvme):
         assert regions.addrs.reshape(-1).tolist() == ptrs
         assert np.tile(regions.sizes, 3).tolist() == list(sizes)
         made.close()
+
+
+def test_a_write_call_that_fails_as_a_whole_leaves_no_hole(node, monkeypatch):
+    from sglang_hicache_ext.errors import StoreError
+
+    real, failed = node.storage.store.write, threading.Event()
+
+    def write(ns, keys, regions, deadline_s=None):
+        if failed.is_set():
+            return real(ns, keys, regions, deadline_s)
+        failed.set()
+        raise StoreError("store call", "No space left on device")
+
+    monkeypatch.setattr(node.storage.store, "write", write)
+    assert node.storage.batch_set_v1(KEYS[:2], indices(node, 2)) == [True, True]
+    assert_eventually(lambda: node.storage.batch_exists(KEYS[:2]) == 2)
+
+
+def test_a_backend_that_switched_itself_off_still_closes_its_store(node):
+    from sglang_hicache_ext.errors import StoreClosedError
+
+    node.storage._guard.disabled = "a bug"
+    node.storage.close()
+    with pytest.raises(StoreClosedError):
+        node.storage.store.stats()
+
+
+def test_a_pool_without_a_flag_per_slot_can_be_flushed_while_a_page_drains():
+    from sglang_hicache_ext.sglang_adapter.quarantine import Quarantine
+
+    class StatePool:
+        """The books of SGLang's Mamba host pool."""
+
+        def clear(self):
+            self.free_slots = torch.arange(4)
+
+        def alloc(self, need):
+            taken, self.free_slots = self.free_slots[:need], self.free_slots[need:]
+            return taken
+
+        def free(self, slots):
+            self.free_slots = torch.cat([self.free_slots, slots])
+            return len(slots)
+
+    pool, drain = StatePool(), HangingDrain()
+    pool.clear()
+    Quarantine(pool, 1).hold(pool.alloc(1).numpy(), drain)
+    pool.clear()
+    assert pool.free_slots.tolist() == [1, 2, 3]
+    drain.event.set()
+    assert sorted(pool.alloc(1).tolist() + pool.free_slots.tolist()) == [0, 1, 2, 3]
