@@ -103,8 +103,9 @@ class Batch:
             with self._changed:
                 while self._left and not self._fresh:
                     left_s = deadline - time.monotonic()
-                    if left_s <= 0 or not self._changed.wait(left_s):
+                    if left_s <= 0:
                         return self._expire()
+                    self._changed.wait(left_s)
                 fresh, self._fresh = self._fresh, []
                 finished = self._left == 0
             if on_done is not None and fresh:
