@@ -44,8 +44,9 @@ class Explainer:
         out = [(Outcome.ABSENT, "never stored, or forgotten")] * len(keys)
         if not keys:
             return out
-        others = [(n, words) for _, n, words in self._index.namespaces() if n != number]
-        for other, words in sorted(others, key=lambda o: o[0])[-MAX_NAMESPACES:]:
+        for _, other, words in self._index.namespaces(MAX_NAMESPACES):
+            if other == number:
+                continue
             told = difference(ns.fingerprint, Fingerprint.from_words(words) if words is not None else None)
             if told is not None:
                 for row in np.flatnonzero(self._index.contains(other, keys)).tolist():

@@ -212,11 +212,19 @@ class Index:
         with self.write() as txn:
             return add_namespace(txn, table, ns_id, words)
 
-    def namespaces(self) -> list[tuple[bytes, int, dict[str, Any] | None]]:
-        """(id, number, fingerprint in words or None when they are not known)."""
+    def namespaces(self, youngest: int | None = None) -> list[tuple[bytes, int, dict[str, Any] | None]]:
+        """(id, number, fingerprint in words or None when they are not known) of all, or of the ``youngest`` so many."""
         with self.read() as txn:
             rows = list(txn.cursor(self.table(b"namespaces")))
+        if youngest is not None:  # words are decoded for these only: every weight update leaves some more
+            rows = sorted(rows, key=lambda row: row[1][:4])[-youngest:]
         return [(ns_id, int(_NUMBER.unpack_from(raw)[0]), _words(raw[4:])) for ns_id, raw in rows]
+
+    def namespace_numbers(self) -> dict[bytes, int]:
+        """The number of each namespace id."""
+        with self.read() as txn:
+            rows = list(txn.cursor(self.table(b"namespaces")))
+        return {ns_id: int(_NUMBER.unpack_from(raw)[0]) for ns_id, raw in rows}
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -226,6 +234,10 @@ class Index:
 
     def sync(self) -> None:
         self._env.sync(True)
+
+    def forget_dead_readers(self) -> None:
+        """A process killed inside a read transaction keeps every page freed since from being used again."""
+        self._env.reader_check()
 
     def close(self) -> bool:
         """Idempotent. True when this was the process's last user of the environment and it is closed."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
@@ -194,9 +195,14 @@ class LayeredRead:
             bad = np.flatnonzero((codes == UNPROVEN) | (codes == SHORT))
             if len(bad):
                 where = {row: at for at, row in enumerate(rows.tolist())}
-                codes[bad] = self._second_look(
-                    rows[bad], lambda part: read(np.asarray([where[r] for r in part.tolist()], np.int64)), deadline
-                )
+                try:
+                    codes[bad] = self._second_look(
+                        rows[bad], lambda part: read(np.asarray([where[r] for r in part.tolist()], np.int64)), deadline
+                    )
+                except (lmdb.Error, OSError):
+                    if not drains:
+                        raise
+                    codes[bad] = READ_ERROR  # the caller must hear of the memory that is still in use
         draining = tuple(sorted(r for part, _ in drains for r in part))
         return LayerResult(codes, draining, join_drains([d for _, d in drains]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 
@@ -30,8 +31,10 @@ class Presence:
         total = 0
         for folder in folders:
             with os.scandir(folder) as entries:
-                sizes = [e.stat(follow_symlinks=False).st_blocks for e in entries if e.is_file(follow_symlinks=False)]
-                total += 512 * sum(sizes)
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # another process replaced it meanwhile
+                        if entry.is_file(follow_symlinks=False):
+                            total += 512 * entry.stat(follow_symlinks=False).st_blocks
         heat = self._layout.heat_path
         return total - (os.stat(heat).st_blocks * 512 if heat.exists() else 0)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
@@ -65,6 +66,18 @@ class Reader:
         self._lanes, self._bounce, self._metrics = lanes, bounce, metrics
         self._segments = SegmentTable(index)
 
+    def answer(self, call: ReadCall, explain: Callable[[], None]) -> None:
+        """Read, and ``explain`` what is not there. An error ends the call as misses when its memory is still in use, so
+        that the caller hears of the drain."""
+        try:
+            self.read(call)
+            explain()
+        except (lmdb.Error, OSError):
+            if not call.drains:
+                raise
+            self._metrics.add("reads_cut_short")
+            call.codes[call.codes < 0] = READ_ERROR
+
     def read(self, call: ReadCall) -> None:
         """Fill ``call.codes``. Pages that are not in the index (any more) stay UNDECIDED."""
         entries = self._pass(call, np.arange(len(call.keys)))
@@ -91,8 +104,7 @@ class Reader:
             found, entries = present, full
         sane = self._sane(call, found, entries)
         jobs = self._split(sane, entries)
-        for moved in self._lanes.run(lambda job: self._read_lane(call, job), jobs):
-            call.drains += moved
+        self._lanes.run(lambda job: self._read_lane(call, job), jobs)
         loaded = sane[call.codes[sane] == LOADED]
         if len(loaded):
             self._heat.mark_read(entries["segment"][loaded], entries["block"][loaded])
@@ -128,19 +140,17 @@ class Reader:
 
     # -------------------------------------------------------------------------------------------- one lane
 
-    def _read_lane(self, call: ReadCall, job: _Rows) -> list[tuple[list[int], Drain]]:
+    def _read_lane(self, call: ReadCall, job: _Rows) -> None:
         segments = np.unique(job.entries["segment"])
         most = job.lane.most_files
-        if len(segments) <= most:
-            return self._read_files(call, job, segments.tolist())
-        moved: list[tuple[list[int], Drain]] = []
         for start in range(0, len(segments), most):  # more files than may be open at once
-            here = np.isin(job.entries["segment"], segments[start : start + most])
-            part = _Rows(job.lane, job.rows[here], job.entries[here])
-            moved += self._read_files(call, part, segments[start : start + most].tolist())
-        return moved
+            part = job
+            if len(segments) > most:
+                here = np.isin(job.entries["segment"], segments[start : start + most])
+                part = _Rows(job.lane, job.rows[here], job.entries[here])
+            self._read_files(call, part, segments[start : start + most].tolist())
 
-    def _read_files(self, call: ReadCall, job: _Rows, segments: list[int]) -> list[tuple[list[int], Drain]]:
+    def _read_files(self, call: ReadCall, job: _Rows, segments: list[int]) -> None:
         handles = job.lane.acquire(segments)
         try:
             table = np.zeros(max(segments) + 1, np.int32)
@@ -149,10 +159,11 @@ class Reader:
             if (files < 0).any():
                 job, files = self._opened(call, job, files)
             if not len(job.rows):
-                return []
+                return
             if call.regions.is_aligned:
-                return self._read_direct(call, job, files)
-            return self._read_bounced(call, job, files)
+                self._read_direct(call, job, files)
+            else:
+                self._read_bounced(call, job, files)
         finally:
             job.lane.release(handles)
 
@@ -164,7 +175,7 @@ class Reader:
         good = files >= 0
         return _Rows(job.lane, job.rows[good], job.entries[good]), files[good]
 
-    def _read_direct(self, call: ReadCall, job: _Rows, files: NDArray[np.int32]) -> list[tuple[list[int], Drain]]:
+    def _read_direct(self, call: ReadCall, job: _Rows, files: NDArray[np.int32]) -> None:
         rows = job.rows.tolist()
         regions = call.regions.take(job.rows)
         merged = merge_columns(regions)
@@ -181,9 +192,10 @@ class Reader:
 
         result = job.lane.engine.read(pages.plan, max(0.0, call.deadline - time.monotonic()), verify)
         draining = self._settle(result.res, pages.plan.op_bytes, first, codes)
+        if result.drain is not None:  # noted at once: whatever fails later, the caller must hear of it
+            call.drains.append(([rows[p] for p in draining], result.drain))
         call.codes[job.rows] = codes
         self._metrics.add("device_reads", len(pages.plan))
-        return [([rows[p] for p in draining], result.drain)] if result.drain is not None else []
 
     def _settle(
         self, res: NDArray[np.int64], wanted: NDArray[np.int64], first: NDArray[np.int64], codes: NDArray[np.int8]
@@ -205,7 +217,7 @@ class Reader:
                 draining += range(span.start, span.stop)
         return draining
 
-    def _read_bounced(self, call: ReadCall, job: _Rows, files: NDArray[np.int32]) -> list[tuple[list[int], Drain]]:
+    def _read_bounced(self, call: ReadCall, job: _Rows, files: NDArray[np.int32]) -> None:
         """Through aligned memory, a wave at a time. A late wave drains into our memory, so the host's is free."""
         stride = align_up(call.regions.page_bytes)
         wave = self._bounce.pages_per_slot(stride)
@@ -213,7 +225,6 @@ class Reader:
             part = _Rows(job.lane, job.rows[start : start + wave], job.entries[start : start + wave])
             self._read_wave(call, part, files[start : start + wave], stride)
         self._metrics.add("bounced_read_pages", len(job.rows))
-        return []
 
     def _read_wave(self, call: ReadCall, job: _Rows, files: NDArray[np.int32], stride: int) -> None:
         slot = self._bounce.take(stride, call.deadline)

@@ -68,12 +68,15 @@ class Reclaim:
         return False
 
     def _empty(self, segment: Segment, fd: int, directory: int, may_reinsert: bool) -> None:
-        numbers = {ns_id: number for ns_id, number, _ in self._index.namespaces()}
+        numbers = self._index.namespace_numbers()
         budget = self._layout.segment_bytes // 2 if may_reinsert and self._move is not None else 0
-        for table in walk(fd, segment.identity(self._layout.store_id), self._layout.segment_bytes):
-            number = numbers.get(table.namespace)
-            if number is not None and len(table.entries):
-                budget -= self._empty_table(segment, table, number, directory, budget)
+        try:
+            for table in walk(fd, segment.identity(self._layout.store_id), self._layout.segment_bytes):
+                number = numbers.get(table.namespace)
+                if number is not None and len(table.entries):
+                    budget -= self._empty_table(segment, table, number, directory, budget)
+        except OSError:  # a bad sector under a table: the rest is found by the scan
+            self._metrics.add("reclaim_read_errors")
         self._forget_rest(segment)
         self._heat.reset_segment(segment.number)
         self._point("reclaim_emptied")

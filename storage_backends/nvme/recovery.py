@@ -32,6 +32,8 @@ from sglang_hicache_ext.storage_backends.nvme.tables import walk
 
 _SEGMENT_NAME = re.compile(r"^(\d{8})\.seg$")
 _PUT_SLICE = 100_000
+MAX_NAMESPACE_FILES = 32
+"""Descriptions kept beside the index, a disk block each, so that they stay within SMALL_FILES_BYTES."""
 
 
 def boot_id() -> str:
@@ -192,6 +194,9 @@ def rebuild(layout: Layout, index: Index) -> None:
             for table in walk(fd, segment.identity(layout.store_id), layout.segment_bytes):
                 if len(table.entries):
                     parts.append((table.namespace, segment, table.entries))
+        except OSError:  # a bad sector costs what lies behind it, not the store
+            if not segments or segments[-1].number != number:
+                segments.append(Segment(number, State.FREE, 0, 0, 0))
         finally:
             os.close(fd)
     numbers = _register(layout, index, {ns_id for ns_id, _, _ in parts})
@@ -267,8 +272,22 @@ def _put_segments(index: Index, segments: list[Segment], live: dict[int, int]) -
 def store_namespace(layout: Layout, ns_id: bytes, words: dict[str, Any]) -> None:
     """Keep a fingerprint in words beside the index, so that it outlives it."""
     path = layout.namespace_dir / f"{ns_id.hex()}.json"
-    if not path.exists():
-        write_atomically(path, json.dumps(words, indent=1, sort_keys=True).encode())
+    if path.exists():
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return
+    _drop_oldest_words(layout.namespace_dir)
+    write_atomically(path, json.dumps(words, indent=1, sort_keys=True).encode())
+
+
+def _drop_oldest_words(folder: Path) -> None:
+    """Every weight update makes new namespaces: keep the words of the latest used; the index still has all."""
+    ages: list[tuple[int, Path]] = []
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(OSError):  # another process may drop some too
+            ages.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(ages)[: max(0, len(ages) - MAX_NAMESPACE_FILES + 1)]:
+        path.unlink(missing_ok=True)
 
 
 def stored_namespaces(layout: Layout) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_hicache_ext.page import Regions, align_up
-from sglang_hicache_ext.ports import Clock
+from sglang_hicache_ext.ports import Clock, Drain
 from sglang_hicache_ext.storage_backends.nvme.bounce import BouncePool, Slot
-from sglang_hicache_ext.storage_backends.nvme.codes import UNDECIDED
+from sglang_hicache_ext.storage_backends.nvme.codes import UNDECIDED, join_drains
 from sglang_hicache_ext.storage_backends.nvme.index import PAGE
 from sglang_hicache_ext.storage_backends.nvme.reader import LOADED, ReadCall, Reader
 from sglang_hicache_ext.storage_backends.nvme.space import Space
@@ -40,19 +40,26 @@ class Mover:
             slot = self._bounce.take(align_up(nbytes), deadline)
             if slot is None:
                 break
+            late: list[Drain | None] = []
             try:
                 part = keys[start : start + wave]
-                places[start : start + wave] = self._move_wave(directory, ns_id, number, part, nbytes, slot, deadline)
+                moved = self._move_wave(directory, ns_id, number, part, nbytes, slot, deadline, late)
+                places[start : start + wave] = moved
             finally:
-                self._bounce.give(slot)
+                self._bounce.give(slot, join_drains(late))
         return places
 
     def _move_wave(
-        self, directory: int, ns_id: bytes, number: int, keys: list[bytes], nbytes: int, slot: Slot, deadline: float
-    ) -> NDArray[np.void]:
+        self, directory: int, ns_id: bytes, number: int, keys: list[bytes], nbytes: int, slot: Slot, deadline: float,
+        late: list[Drain | None],
+    ) -> NDArray[np.void]:  # fmt: skip
+        """``late`` gets the I/O on the slot that outlives this."""
         regions = Regions(slot.rows(len(keys), align_up(nbytes)).addrs, np.asarray([nbytes], np.int64), slot)
         reading = ReadCall(ns_id, number, keys, regions, deadline, np.full(len(keys), UNDECIDED, np.int8), [])
-        self._reader.read(reading)
+        try:
+            self._reader.read(reading)
+        finally:
+            late += [drain for _, drain in reading.drains]
         good = np.flatnonzero(reading.codes == LOADED)
         places = np.zeros(len(keys), PAGE)
         extents = self._space.take_rest(directory, np.arange(len(good)), align_up(nbytes))
@@ -67,5 +74,6 @@ class Mover:
             places[part] = self._writer.append(writing, extents)
         finally:
             for extent in extents:
+                late.append(extent.drain)
                 self._space.finish(extent, extent.drain)
         return places

@@ -188,25 +188,33 @@ class SegmentFiles:
 
     def _reserve(self, directory: int) -> tuple[Segment, int, bool] | None:
         """Pick and lock a segment inside one write transaction, so that processes never overshoot together."""
-        with self.index.write() as txn:
-            mine = [s for s in self.table.all(txn) if self.layout.directory_of(s.number) == directory]
-            for old in sorted((s for s in mine if s.state is State.FREE), key=lambda s: s.sequence):
-                fd = self.lock(old.number)
-                if fd is not None:
-                    return self._put_to_use(txn, old), fd, False
-            taken = {s.number for s in mine}
-            fresh = range(directory, self.layout.max_segments, len(self.layout.roots))
-            number = next((n for n in fresh if n not in taken), None)
-            if number is None:
-                return None
-            path = self.layout.segment_path(number)
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            if not try_lock(fd):
-                os.close(fd)
-                raise OSError(errno.EBUSY, "a new segment file is locked", str(path))
-            return self._put_to_use(txn, Segment(number, State.FREE, 0, 0, 0)), fd, True
+        with contextlib.ExitStack() as undo:  # also when the commit fails
+            with self.index.write() as txn:
+                reserved = self._pick(txn, directory)
+                if reserved is not None:
+                    undo.callback(os.close, reserved[1])
+            undo.pop_all()
+            return reserved
+
+    def _pick(self, txn: Any, directory: int) -> tuple[Segment, int, bool] | None:
+        mine = [s for s in self.table.all(txn) if self.layout.directory_of(s.number) == directory]
+        for old in sorted((s for s in mine if s.state is State.FREE), key=lambda s: s.sequence):
+            fd = self.lock(old.number)
+            if fd is not None:
+                return self._put_to_use(txn, old), fd, False
+        taken = {s.number for s in mine}
+        fresh = range(directory, self.layout.max_segments, len(self.layout.roots))
+        number = next((n for n in fresh if n not in taken), None)
+        if number is None:
+            return None
+        path = self.layout.segment_path(number)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if not try_lock(fd):
+            os.close(fd)
+            raise OSError(errno.EBUSY, "a new segment file is locked", str(path))
+        return self._put_to_use(txn, Segment(number, State.FREE, 0, 0, 0)), fd, True
 
     def _put_to_use(self, txn: Any, old: Segment) -> Segment:
         sequence = next_sequence(txn, self.index.table(b"meta"))

@@ -40,6 +40,7 @@ class _Directory:
     lock: Any = field(default_factory=threading.RLock)
     current: OpenSegment | None = None
     draining: list[tuple[Drain, Extent]] = field(default_factory=list)
+    unsealed: list[OpenSegment] = field(default_factory=list)
     reclaim: concurrent.futures.Future[bool] | None = None
     moved: int = 0
 
@@ -126,7 +127,7 @@ class Space:
         """Put the next segment to use, and have another one freed meanwhile for the turn after."""
         self.collect(directory)
         if place.current is not None:
-            self._retire(place.current)
+            self._retire(place, place.current)
             place.current = None
         place.current = self._open(directory)
         if place.current is None:
@@ -160,7 +161,8 @@ class Space:
     def _open(self, directory: int) -> OpenSegment | None:
         try:
             return self._files.open_next(directory)
-        except lmdb.MapFullError:
+        except lmdb.Error:
+            self._metrics.add("index_write_errors")
             return None
         except OSError as err:
             self._metrics.add(f"segment_errors_{errno.errorcode.get(err.errno or 0, 'unknown').lower()}")
@@ -181,17 +183,28 @@ class Space:
                 return
             extent.owner.in_flight -= 1
             if extent.owner.is_full and not extent.owner.in_flight:
-                self._files.seal(extent.owner)
+                self._seal(place, extent.owner)
 
-    def _retire(self, segment: OpenSegment) -> None:
+    def _retire(self, place: _Directory, segment: OpenSegment) -> None:
         segment.is_full = True
         if not segment.in_flight:
+            self._seal(place, segment)
+
+    def _seal(self, place: _Directory, segment: OpenSegment) -> None:
+        """Seal, or keep for ``collect`` when the index refuses, as it does on a disk that others filled."""
+        try:
             self._files.seal(segment)
+        except lmdb.Error:
+            self._metrics.add("index_write_errors")
+            place.unsealed.append(segment)
 
     def collect(self, directory: int) -> int:
         """Finish extents whose late I/O is over; returns how many still are not."""
         place = self._directories[directory]
         with place.lock:
+            again, place.unsealed = place.unsealed, []
+            for segment in again:
+                self._seal(place, segment)
             late, place.draining = place.draining, []
             for drain, extent in late:
                 self.finish(extent, drain)
@@ -209,5 +222,5 @@ class Space:
             with place.lock:
                 self.collect(directory)
                 if place.current is not None:
-                    self._retire(place.current)
+                    self._retire(place, place.current)
                     place.current = None

@@ -149,6 +149,7 @@ class NvmeStore:
         self._explainer = Explainer(self._index, self._heat)
 
     def _make_index_room(self) -> bool:
+        self._index.forget_dead_readers()
         freed = [self._space.free_one(d) for d in range(self._space.directories)]
         return any(freed)
 
@@ -234,8 +235,7 @@ class NvmeStore:
             codes = np.full(len(keys), UNDECIDED, np.int8)
             call = ReadCall(ns.id, self._number(ns), keys, regions, started + budget, codes, [])
             if len(keys):
-                self._reader.read(call)
-                self._explainer.decide(ns, call.number, keys, codes)
+                self._reader.answer(call, lambda: self._explainer.decide(ns, call.number, keys, codes))
             ended = time.monotonic()
             counts = count_reads(codes)
             self.metrics.pages(counts)
