@@ -35,6 +35,7 @@ TREE_SHARE = 0.7
 """Of the map, for the pages tree. LMDB copies what a transaction changes, also when it deletes: the rest is for that."""
 BYTES_PER_PAGE = 150
 """Of the tree, per entry: 76 bytes, and leaves that random inserts and deletes keep about half full."""
+_SPARE_TXNS = 32
 TABLES = (b"pages", b"namespaces", b"segments", b"meta")
 
 
@@ -60,7 +61,7 @@ def _attach(path: Path, map_bytes: int) -> tuple[tuple[int, int, int], _Shared]:
         if shared is None:
             env = lmdb.open(
                 str(path), map_size=map_bytes, max_dbs=8, mode=0o600, create=True, sync=False, metasync=False,
-                readahead=False, max_readers=1024, max_spare_txns=32,
+                readahead=False, max_readers=1024, max_spare_txns=_SPARE_TXNS,
             )  # fmt: skip
             try:
                 env.reader_check()
@@ -106,6 +107,11 @@ class Index:
     def read(self) -> Any:
         """A read transaction, to be used as a context manager and kept short."""
         self._check_process()
+        for _ in range(_SPARE_TXNS):
+            try:
+                return self._env.begin()
+            except lmdb.BadRslotError:  # a forked child that ended took the reader slot of an idle transaction with it
+                continue
         return self._env.begin()
 
     # -------------------------------------------------------------------------------------------- pages

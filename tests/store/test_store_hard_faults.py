@@ -198,6 +198,31 @@ def test_a_reader_that_was_killed_does_not_fill_the_index_for_ever(nvme: Opener)
     assert outcomes == {WriteOutcome.STORED}, f"turn {turn}: {store.metrics.snapshot().counters}"
 
 
+_FORK = """
+import os, sys
+from sglang_hicache_ext.config import HiCacheExtConfig
+from sglang_hicache_ext.keys import Fingerprint
+from sglang_hicache_ext.storage_backends.nvme.store import NvmeStore
+
+config = {"path": sys.argv[1], "capacity": "32MiB", "segment": "1MiB", "engine": "posix"}
+store = NvmeStore(HiCacheExtConfig.parse(config))
+ns = store.namespace(Fingerprint("fork"))
+store.contains(ns, [bytes(32)])
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+    print(store.contains(ns, [bytes(32)]).tolist())
+    store.close()
+"""
+
+
+def test_a_forked_child_that_ends_does_not_cost_its_parent_a_read(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FORK, str(tmp_path / "store")], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.stdout == "[False]\n", done.stderr
+
+
 def test_many_weight_updates_stay_within_the_capacity(nvme: Opener, tmp_path: Path) -> None:
     store = nvme(capacity="32MiB", segment="1MiB")
     for epoch in range(80):
