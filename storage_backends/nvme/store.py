@@ -58,7 +58,7 @@ class NvmeStore:
     """Pages in segment files on one or several directories, found through one shared index.
 
     Thread-safe; any number of processes may open the same directories with the same capacity. Not to be carried
-    through a fork: open it in the child.
+    through a fork: only a spawned child can open it.
     """
 
     def __init__(
