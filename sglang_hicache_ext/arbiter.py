@@ -26,6 +26,9 @@ from sglang_hicache_ext.errors import ConfigError
 
 CHUNK_BYTES = 4 << 20
 LEAST_CHUNK_PAGES, MOST_CHUNK_PAGES = 4, 16
+"""A batch beside PD traffic: enough pages to be worth a round trip, few enough to yield soon."""
+WINDOW_SHARE = 0.5
+"""Of the time between two PD transfers, how much one batch may take."""
 POLL_S = 0.0003
 PD_STALE_NS = 1_000_000_000
 """An announced PD transfer older than this belongs to a dead or stuck process and holds nobody up."""
@@ -41,11 +44,6 @@ F_MAGIC, F_TOKENS, F_REFILLED, F_RATE, F_PREFETCH_UNTIL, F_PREFETCH_PS, F_BACKUP
 S_PID, S_STARTED, S_LAST, S_GAP, S_TOOK, S_DRAWN = range(6)
 _HEAD, _SLOT = 16, 8
 _FIELDS = _HEAD + _SLOT * PD_SLOTS
-
-
-def chunk_pages(page_bytes: int) -> int:
-    """Pages per batch while an arbiter is in use: few enough to yield soon, enough to be worth a round trip."""
-    return max(LEAST_CHUNK_PAGES, min(MOST_CHUNK_PAGES, CHUNK_BYTES // page_bytes))
 
 
 class Traffic(IntEnum):
@@ -201,6 +199,19 @@ class Arbiter:
             if tokens > 0:
                 self._set(F_TOKENS, tokens - nbytes)
             return tokens > 0
+
+    def batch_pages(self, traffic: Traffic, page_bytes: int) -> int:
+        """Pages per batch now: LEAST_CHUNK_PAGES to MOST_CHUNK_PAGES, so that it ends well before the next PD transfer."""
+        most = max(LEAST_CHUNK_PAGES, min(MOST_CHUNK_PAGES, CHUNK_BYTES // page_bytes))
+        page_ns = page_bytes * self._get(F_PREFETCH_PS if traffic is Traffic.PREFETCH else F_BACKUP_PS) // 1000
+        now, windows = self._clock_ns(), list[int]()
+        for slot in self._active_slots():
+            gap = self._get(slot + S_GAP)
+            if gap and now - self._get(slot + S_LAST) <= PD_STALE_NS:
+                windows.append(gap - self._get(slot + S_TOOK))
+        if not windows or not page_ns:
+            return most
+        return max(LEAST_CHUNK_PAGES, min(most, int(min(windows) * WINDOW_SHARE) // page_ns))
 
     def done(self, traffic: Traffic, nbytes: int, seconds: float) -> None:
         """Tell how long a batch took, so that the next one is not started where it would not fit."""

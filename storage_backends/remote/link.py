@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sglang_hicache_ext.arbiter import Arbiter, Traffic, chunk_pages
+from sglang_hicache_ext.arbiter import Arbiter, Traffic
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.ports import Clock
@@ -68,6 +68,9 @@ class ArbiterGate:
     def enter(self, nbytes: int, deadline: float) -> bool:
         return self._arbiter.acquire(self._traffic, nbytes, deadline)
 
+    def batch_pages(self, page_bytes: int) -> int:
+        return self._arbiter.batch_pages(self._traffic, page_bytes)
+
     def leave(self, nbytes: int, seconds: float) -> None:
         self._arbiter.done(self._traffic, nbytes, seconds)
 
@@ -94,7 +97,7 @@ class Link:
     def limits(self, pages: int, page_bytes: int, deadline_s: float | None, gate: Gate | None) -> Limits:
         each = self.config.remote_deadline_s
         total = each * max(1, -(-pages // PAGES_PER_DEADLINE)) if deadline_s is None else deadline_s
-        batch_pages = 1 << 16 if gate is None else chunk_pages(page_bytes)
+        batch_pages = 1 << 16 if gate is None else gate.batch_pages(page_bytes)
         return Limits(time.monotonic() + total, each, batch_pages, gate)
 
     def ask(self, op: str, *args: Any, timeout_s: float | None = None) -> Any | None:

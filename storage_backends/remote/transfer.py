@@ -31,6 +31,10 @@ class Gate(Protocol):
         """Block until the batch may go; False when ``deadline`` (time.monotonic) came first."""
         ...
 
+    def batch_pages(self, page_bytes: int) -> int:
+        """Pages per batch now."""
+        ...
+
     def leave(self, nbytes: int, seconds: float) -> None:
         """The batch took ``seconds``."""
         ...

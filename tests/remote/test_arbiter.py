@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_hicache_ext.arbiter import BURST_S, Arbiter, Traffic, chunk_pages
+from sglang_hicache_ext.arbiter import BURST_S, Arbiter, Traffic
 from sglang_hicache_ext.errors import ConfigError
 
 MS = 1_000_000
@@ -173,8 +173,19 @@ def test_the_state_is_private_to_the_user(tmp_path: Path) -> None:
     assert state.stat().st_mode & 0o777 == 0o600
 
 
-def test_chunks_are_four_to_sixteen_pages() -> None:
-    assert [chunk_pages(n << 10) for n in (16, 64, 256, 1024, 4096)] == [16, 16, 16, 4, 4]
+def test_batches_are_four_to_sixteen_pages_and_small_beside_pd_traffic(hand: Hand, arbiter: Arbiter) -> None:
+    def pages(kib: int) -> int:
+        return arbiter.batch_pages(Traffic.PREFETCH, kib << 10)
+
+    assert [pages(kib) for kib in (16, 64, 256, 1024, 4096)] == [16, 16, 16, 4, 4]
+    arbiter.done(Traffic.PREFETCH, 1 << 20, 0.002)  # 0.5 ms for 256 KiB
+    for _ in range(20):  # every 12 ms, 2 ms long: 10 ms are free, a batch gets half of them
+        with arbiter.pd():
+            hand.ns += 2 * MS
+        hand.ns += 10 * MS
+    assert [pages(kib) for kib in (64, 256, 1024)] == [16, 10, 4]
+    hand.ns += 2_000 * MS
+    assert pages(256) == 16, "the traffic has ended"
 
 
 def test_a_handle_that_is_closed_gives_its_slot_back(hand: Hand, tmp_path: Path) -> None:
