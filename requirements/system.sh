@@ -3,7 +3,7 @@
 # Installed when something is missing and we may; otherwise named.
 set -eu
 
-packages="g++ ninja-build libssl-dev libibverbs1 libnuma1 libcurl4 libnl-3-200 libnl-route-3-200"
+packages="g++ ninja-build libssl-dev libibverbs1 libnuma1 libcurl4 libnl-3-200 libnl-route-3-200 etcd-server"
 
 missing=""
 if command -v dpkg-query >/dev/null 2>&1; then

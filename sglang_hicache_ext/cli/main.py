@@ -216,6 +216,24 @@ def launch(
     _run(as_json, go)
 
 
+@app.command()
+def warm(
+    what: Annotated[str, typer.Argument(help="publish: list what this node holds. fill: fetch it, hottest first.")],
+    config: Annotated[Path, typer.Option(help="JSON file with the options of the backend (path, master, ...).")],
+    budget: Annotated[str, typer.Option(help='Bytes to write at most: "100GiB".')] = "",
+) -> None:
+    """Fill a fresh node's NVMe from the remote tier: bounded, resumable, JSON on stdout."""
+    from sglang_hicache_ext.cli import warm as verb
+
+    if what not in ("publish", "fill"):
+        _run(False, lambda out: _refuse(f"warm {what!r} does not exist", "write publish or fill"))
+    raise typer.Exit(verb.main([what, "--config", str(config), *(["--budget", budget] if budget else [])]))
+
+
+def _refuse(what: str, todo: str) -> int:
+    raise ConfigError(what, "command line", todo)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

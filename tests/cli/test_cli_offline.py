@@ -213,7 +213,7 @@ def test_bad_input_is_one_line_and_changes_nothing(store_path: Path, tmp_path: P
         ("gc", store_path, "--older-than", "yesterday"), ("gc", store_path, "--keep", "lots"),
         ("explain", store_path), ("explain", store_path, "--tokens", "a b"), ("explain", store_path, "--text", "hi"),
         ("import", file, store_path), ("import", tmp_path / "missing", store_path),
-        ("launch", tmp_path, "/mnt/x"), ("bench", file), ("bench", tmp_path, "--page", "1"),
+        ("launch", tmp_path, "/mnt/x"), ("warm", "melt", "--config", file), ("bench", file), ("bench", tmp_path, "--page", "1"),
     ]  # fmt: skip
     before = sorted(str(p) for p in tmp_path.rglob("*"))
     for case in cases:
