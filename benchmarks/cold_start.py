@@ -129,7 +129,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=1600, help="tokens a prompt")
     parser.add_argument("--new-tokens", type=int, default=8)
-    parser.add_argument("--limit-s", type=float, default=240, help="longest time one engine may take")
+    parser.add_argument("--limit-s", type=float, default=900, help="longest time one engine may take")
     parser.add_argument("--smoke", action="store_true", help="a small model and short prompts, for CI")
     parser.add_argument("--json", help="write all results to this file")
     options = parser.parse_args()

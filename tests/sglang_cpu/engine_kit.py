@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PAGE_TOKENS = 64
-LIMIT_S = 420
+LIMIT_S = 900
 """Seconds for one run; generous, because a busy machine takes minutes for what an idle one does in thirty seconds."""
 
 PACKAGES = {"tiny": "llama", "big": "llama", "mla": "mla", "swa": "swa"}
@@ -93,6 +93,7 @@ def run_engine(job, kind, log, limit_s, on_line=lambda line: None, **env):
             env=environment(kind, **env),
             start_new_session=True,
         )
+        started = time.monotonic()
         watchdog = threading.Timer(limit_s, end_group, [child])
         watchdog.start()
         try:
@@ -112,7 +113,9 @@ def run_engine(job, kind, log, limit_s, on_line=lambda line: None, **env):
             end_group(child)
             child.stdout.close()
     if "done" not in result or len(result["answers"]) != job["prompts"]:
-        raise EngineError(f"the engine ended early; the end of {log}:\n{tail(log)}")
+        spent = time.monotonic() - started
+        why = f"the engine was ended after {spent:.0f} s" if spent >= limit_s else "the engine ended early"
+        raise EngineError(f"{why}; the end of {log}:\n{tail(log)}")
     return result
 
 
