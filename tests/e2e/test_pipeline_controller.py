@@ -55,8 +55,9 @@ def check_books(case: dict[str, Any]) -> None:
     assert case["right"], case
     assert case["ongoing"] == 0, case
     assert case["host_used"] == case["loaded"], case
-    assert case["detached"] and case["dropped"], case
-    if case["served"] == "extension":
+    assert case["dropped"], case
+    if case["served"] == "extension":  # SGLang's own detach refuses while its threads are still at it
+        assert case["detached"], case
         assert sum(case["outcomes"].values()) == 40, case
 
 
