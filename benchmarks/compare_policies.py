@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness import Goal, Run, choices, entry, parser, writable_directory
+from harness import Goal, Run, choices, entry, parser, positive, writable_directory
 from policy_bench import real, simulated
 from simulator.infinite import simulated_hit_rate
 from simulator.spec import NodeSpec
@@ -39,7 +39,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--real", metavar="DIR", default="", help="also run a real SGLang engine; its store lies here")
     made.add_argument("--real-requests", type=int, default=24, help="requests of the real run per store and policy")
     made.add_argument("--real-stores", default="constant,heavy_tail")
-    made.add_argument("--pipeline", choices=("extension", "sglang"), default="extension", help="of the real run")
+    made.add_argument("--real-rounds", type=positive, default=2, help="rounds of the real run")
     return made.parse_args(argv)
 
 

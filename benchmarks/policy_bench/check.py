@@ -11,6 +11,7 @@ from simulator.calibrate import read_result
 from simulator.cluster import ClusterSpec, simulate_cluster
 
 from policy_bench import real
+from policy_bench.engine import Bench
 from sglang_hicache_ext.errors import ConfigError
 
 POLICY, STORE = "wait_complete", "constant"
@@ -33,7 +34,7 @@ def check_single_node(run: Run, path: str) -> None:
             "write it with compare_policies.py --real DIR --json",
         )
     machine = real.Machine(**facts["machine"])
-    bench = real.Bench(Path(), facts["seed"], facts["requests"], facts["pipeline"])
+    bench = Bench(Path(), facts["seed"], facts["requests"])
     control = facts["controls"][STORE]
     node = real.node_of(machine, control)
     spec = ClusterSpec(

@@ -1,6 +1,8 @@
-"""One real SGLang engine for compare_policies.py: python engine_child.py JSON; prints one JSON object a line.
+"""One real SGLang engine for compare_policies.py.
 
-Steps of a job, each optional: ``measure`` (recompute times), ``write`` (fill the store), ``replays`` (timed requests).
+python engine_child.py ENGINE_ARGUMENTS_JSON    reads one step (JSON) a line, answers with one line each; ends at end of input
+
+Steps: {"measure": [[seed, tokens], ...]}, {"write": [[seed, tokens], ...], "pages": n}, {"control": {...}, "replay": [...]}.
 """
 
 from __future__ import annotations
@@ -58,32 +60,42 @@ def wait_written(engine: Any, pages: int) -> dict[str, Any]:
     return state(engine)
 
 
-def run_steps(engine: Any, job: dict[str, Any]) -> None:
+def flush(engine: Any) -> None:
+    """Empty GPU and host; our pipeline starts anew under the policy of the control file. Refused while I/O drains."""
+    deadline = time.monotonic() + SETTLE_S
+    while not engine.flush_cache().success:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the cache could not be flushed within {SETTLE_S:.0f} s")
+        time.sleep(0.2)
+
+
+def run_step(engine: Any, step: dict[str, Any], control: Path) -> dict[str, Any]:
+    """Do one step; its answer."""
     run = engine.loop.run_until_complete
-    run(answer(engine, prompt_ids(10_000_019, 64)))  # the first forward pays for set-up
-    for seed, tokens in job.get("measure", ()):
-        say(measured=[tokens, run(answer(engine, prompt_ids(seed, tokens)))["ttft_s"]])
-    if job.get("write"):
-        for seed, tokens in job["write"]:
+    if "measure" in step:
+        return {"measured": [[n, run(answer(engine, prompt_ids(seed, n)))["ttft_s"]] for seed, n in step["measure"]]}
+    if "write" in step:
+        for seed, tokens in step["write"]:
             run(answer(engine, prompt_ids(seed, tokens)))
-        say(written=wait_written(engine, job["expect_pages"])["moved"].get("write_pages", 0))
-    for step in job.get("replays", ()):
-        Path(job["control"]).write_text(json.dumps(step["control"]))
-        engine.flush_cache()
-        say(replayed=step["name"], answers=run(replay(engine, step["requests"])))
-    say(state=state(engine))
+        return {"written": wait_written(engine, step["pages"])["moved"].get("write_pages", 0)}
+    control.write_text(json.dumps(step["control"]))
+    flush(engine)
+    return {"answers": run(replay(engine, step["replay"]))}
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
+    control = Path(sys.argv[2])
     import sglang
 
-    engine = sglang.Engine(**job["engine"])
+    engine = sglang.Engine(**json.loads(sys.argv[1]))
     try:
-        run_steps(engine, job)
+        for seed in (1, 2):  # the first forward and the first page hash pay for set-up
+            engine.loop.run_until_complete(answer(engine, prompt_ids(10_000_019 * seed, 600)))
+        say(up=True)
+        for line in sys.stdin:
+            say(**run_step(engine, json.loads(line), control))
     finally:
         engine.shutdown()
-    say(done=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The real arm: one SGLang engine per policy over our NVMe store slowed by a latency model, then the same in simulation.
+"""The real arm: one SGLang engine over our NVMe store slowed by a latency model, then the same in simulation.
 
 The delays scale with what recomputing a batch takes on this machine, so that the question (wait or recompute) is
 the one that a GPU server with a remote store faces.
@@ -7,32 +7,24 @@ the one that a GPU server with a remote store faces.
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import subprocess
-import sys
-import threading
+import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import BadInput, Goal, Measurement, Progress, Run, Sample, choices
+from harness import Goal, Progress, Run, Sample, WarmRead, choices
 from simulator.engine import simulate
 from simulator.spec import NodeSpec
 from simulator.trace import Load, Request
 
 from policy_bench import ranking, simulated
+from policy_bench.engine import KV_BYTES_PER_TOKEN, LENGTHS, PAGE_TOKENS, Bench, Engine, EngineEnded
 from sglang_hicache_ext.keys import hash_chain, key_bytes
 from sglang_hicache_ext.policy import PolicySettings
 from sglang_hicache_ext.testing.latency import latency_model
 
-ROOT = Path(__file__).resolve().parents[2]
-KIT = ROOT / "tests" / "sglang_cpu"
-PAGE_TOKENS = 16
-LENGTHS = (1025, 2049, 3073)
-LIMIT_S = 600.0
 BATCH_TOKENS = 128 * PAGE_TOKENS
 DELAYS = {"constant": 0.1, "heavy_tail": 0.1, "lognormal": 0.1}
 """Typical delay of a read, in units of what recomputing one full batch takes."""
@@ -51,78 +43,48 @@ class Machine:
         return BATCH_TOKENS / self.tokens_per_s
 
 
-@dataclass(slots=True)
-class Bench:
-    """Paths and requests of the real run."""
-
-    directory: Path
-    seed: int
-    requests: int
-    pipeline: str
-    prompts: list[tuple[int, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        rng = random.Random(self.seed)
-        self.prompts = [(self.seed * 100_003 + i, rng.choice(LENGTHS)) for i in range(self.requests)]
-
-    def arrivals(self, gap_s: float) -> list[tuple[float, int, int]]:
-        rng, now, made = random.Random(self.seed + 1), 0.0, []
-        for seed, tokens in self.prompts:
-            made.append((now, seed, tokens))
-            now += rng.expovariate(1 / gap_s)
-        return made
-
-
 def compare_with_engine(run: Run, args: argparse.Namespace, policies: Sequence[str]) -> None:
     """Run both, print their difference, conclude whether they rank the policies alike."""
     stores = choices(args.real_stores, tuple(DELAYS), "--real-stores")
-    bench = Bench(Path(args.real).resolve(), args.seed, args.real_requests, args.pipeline)
-    if args.smoke:
-        bench = Bench(bench.directory, args.seed, 4, args.pipeline)
-        stores = stores[-1:]
-    if bench.pipeline == "sglang" and "deadline" in policies:
-        run.notes.append(
-            "real run: deadline left out, SGLang's own pipeline does not know it; use --pipeline extension"
-        )
-        policies = [p for p in policies if p != "deadline"]
-    progress = Progress(1 + len(policies))
+    bench = Bench(Path(args.real).resolve(), args.seed, 4 if args.smoke else args.real_requests)
+    rounds = 1 if args.smoke else args.real_rounds
+    progress = Progress(2 + rounds * len(policies) * len(stores))
+    progress.step("real engine: starting")
     try:
-        progress.step("real engine: measuring recompute, writing prompts")
-        machine = _prepare(bench)
-        controls = {store: _control(store, machine, args.seed) for store in stores}
-        run.extra["real"] = {
-            "machine": asdict(machine),
-            "controls": controls,
-            "seed": bench.seed,
-            "requests": bench.requests,
-            "pipeline": bench.pipeline,
-        }
-        for policy in policies:
-            progress.step(f"real engine: {policy}")
-            for store, answers in _replay(bench, machine, policy, controls).items():
-                _record(run, bench, machine, policy, store, controls[store], answers)
+        with Engine(bench) as engine:
+            progress.step("real engine: measuring recompute, writing prompts")
+            machine = _prepare(bench, engine)
+            controls = {store: _control(store, machine, args.seed) for store in stores}
+            run.extra["real"] = {
+                "machine": asdict(machine),
+                "controls": controls,
+                "seed": bench.seed,
+                "requests": bench.requests,
+            }
+            for number in range(rounds):
+                for store, policy in itertools.product(stores, policies):
+                    progress.step(f"real engine: {policy}, {store}, round {number + 1}/{rounds}")
+                    _record(run, policy, store, number, _replay(bench, machine, engine, policy, controls[store]))
+    except WarmRead as e:
+        run.fail(e)
+        return
     finally:
         progress.end()
+    for store, policy in itertools.product(stores, policies):
+        _simulate(run, bench, machine, policy, store, controls[store])
     _judge(run, stores, policies)
 
 
-def _prepare(bench: Bench) -> Machine:
-    """Write every prompt once through our store; measure what computing costs."""
-    measure = [(900_000 + i, n) for i, n in enumerate([512, *LENGTHS] * 2)]
+def _prepare(bench: Bench, engine: Engine) -> Machine:
+    """Measure what computing costs; write every prompt once through our store."""
+    measure = [(900_000 + i, n) for i, n in enumerate([*LENGTHS] * 3)]
+    times = engine.step({"measure": measure})["measured"]
     pages = sum(n // PAGE_TOKENS for _, n in bench.prompts)
-    job = {
-        "engine": _engine(bench, "best_effort", 0.0),
-        "measure": measure,
-        "write": bench.prompts,
-        "expect_pages": pages,
-    }
-    lines = _run_child(bench, "prepare", job)
-    times = [line["measured"] for line in lines if "measured" in line]
-    written = next((line["written"] for line in lines if "written" in line), 0)
+    written = engine.step({"write": bench.prompts, "pages": pages})["written"]
     if written < pages:
-        raise RuntimeError(f"only {written} of {pages} pages were written; see {bench.directory}/prepare.log")
+        raise EngineEnded(f"only {written} of {pages} pages were written; see {engine.log}")
     slope, overhead = np.polyfit([t[0] for t in times], [t[1] for t in times], 1)
-    return Machine(float(1 / slope), max(0.0, float(overhead)), 4 * 2 * 64 * 2 * 2)
+    return Machine(float(1 / slope), max(0.0, float(overhead)), KV_BYTES_PER_TOKEN)
 
 
 def _control(store: str, machine: Machine, seed: int) -> dict[str, Any]:
@@ -133,17 +95,11 @@ def _control(store: str, machine: Machine, seed: int) -> dict[str, Any]:
 
 
 def _replay(
-    bench: Bench, machine: Machine, policy: str, controls: dict[str, dict[str, Any]]
-) -> dict[str, list[dict[str, Any]]]:
-    requests = bench.arrivals(_gap_s(machine))
-    steps = [{"name": s, "control": c, "requests": requests} for s, c in controls.items()]
-    job = {
-        "engine": _engine(bench, policy, machine.tokens_per_s),
-        "replays": steps,
-        "control": str(_control_file(bench)),
-    }
-    lines = _run_child(bench, policy, job)
-    return {line["replayed"]: line["answers"] for line in lines if "replayed" in line}
+    bench: Bench, machine: Machine, engine: Engine, policy: str, control: dict[str, Any]
+) -> list[dict[str, Any]]:
+    config = {"prefetch_policy": policy, "prefill_tokens_per_s": machine.tokens_per_s}
+    step = {"control": {**control, "config": config}, "replay": bench.arrivals(_gap_s(machine))}
+    return list(engine.step(step)["answers"])
 
 
 def _gap_s(machine: Machine) -> float:
@@ -151,37 +107,34 @@ def _gap_s(machine: Machine) -> float:
     return (machine.overhead_s + float(np.mean(LENGTHS)) / machine.tokens_per_s) / 0.75
 
 
-def _record(
-    run: Run,
-    bench: Bench,
-    machine: Machine,
-    policy: str,
-    store: str,
-    control: dict[str, Any],
-    answers: list[dict[str, Any]],
-) -> None:
-    """One sample of the real run and one of its simulation."""
+def _record(run: Run, policy: str, store: str, number: int, answers: list[dict[str, Any]]) -> None:
+    """One sample of the real run; a failed request is part of it."""
     failed = [a["error"] for a in answers if "error" in a]
     good = [a for a in answers if "error" not in a]
-    real = Measurement(
-        values={
-            "hit_tokens_used": float(sum(a["storage_tokens"] for a in good)),
-            "ttft_p50_s": float(np.median([a["ttft_s"] for a in good])),
-            "ttft_p99_s": float(np.percentile([a["ttft_s"] for a in good], 99)),
-        },
-        series={"ttft_s": [a["ttft_s"] for a in good]},
+    warm = sum(a["cached_tokens"] > a["storage_tokens"] for a in good)
+    if warm:
+        raise WarmRead(f"{policy}, {store}: {warm} prompts were in the GPU's or the host's cache before the replay")
+    ttft = [a["ttft_s"] for a in good]
+    values = {
+        "ttft_p50_s": float(np.median(ttft)) if ttft else float("nan"),
+        "ttft_p99_s": float(np.percentile(ttft, 99)) if ttft else float("nan"),
+        "hit_tokens_used": float(sum(a["storage_tokens"] for a in good)),
+    }
+    error = "; ".join(failed)
+    run.samples.append(
+        Sample(f"real engine / {store}", policy, number, 0, 0.0, 0.0, values, {"ttft_s": ttft}, {}, error)
     )
-    columns = simulate(
-        load_of(bench, machine), node_of(machine, control), latency_model(control["model"]), policy, settings()
-    )
-    ttft = [columns.ttft_s[i] for i in sorted(columns.ttft_s)]
-    twin = Measurement(values=columns.table(), series={"ttft_s": ttft})
-    for case, found, error in (
-        (f"real engine / {store}", real, "; ".join(failed)),
-        (f"its simulation / {store}", twin, ""),
-    ):
-        run.samples.append(Sample(case, policy, 0, 0, 0.0, 0.0, found.values, found.series, found.facts, error))
     run.failures += [f"real engine, {policy}, {store}: {f}" for f in failed]
+
+
+def _simulate(run: Run, bench: Bench, machine: Machine, policy: str, store: str, control: dict[str, Any]) -> None:
+    """The same requests, page keys, delays and rates in simulation."""
+    model, node = latency_model(control["model"]), node_of(machine, control)
+    columns = simulate(load_of(bench, machine), node, model, policy, settings())
+    ttft = [columns.ttft_s[i] for i in sorted(columns.ttft_s)]
+    run.samples.append(
+        Sample(f"its simulation / {store}", policy, 0, 0, 0.0, 0.0, columns.table(), {"ttft_s": ttft}, {}, "")
+    )
 
 
 def settings() -> PolicySettings:
@@ -233,72 +186,3 @@ def _judge(run: Run, stores: Sequence[str], policies: Sequence[str]) -> None:
         agreeing / pairs if pairs else None,
         Goal(">=", 1.0, "policy pairs that simulator and real run rank alike, where intervals are disjoint in both"),
     )
-
-
-def _control_file(bench: Bench) -> Path:
-    return bench.directory / "slow.json"
-
-
-def _engine(bench: Bench, policy: str, tokens_per_s: float) -> dict[str, Any]:
-    """Arguments of the engine: our backend, slowed, through ``dynamic``."""
-    kit = _kit()
-    model = bench.directory / "model"
-    if not (model / "config.json").exists():
-        import models
-
-        models.write_model("tiny", str(model))
-    extra: dict[str, Any] = {
-        "backend_name": "nvme",
-        "module_path": "slow_backend",
-        "class_name": "SlowHiCacheExtStorage",
-        "interface_v1": 1,
-        "path": str(bench.directory / "store"),
-        "capacity": "2GiB",
-        "prefetch_threshold": 256,
-        "pipeline": bench.pipeline,
-    }
-    if bench.pipeline == "extension":
-        extra |= {"prefetch_policy": policy, "prefill_tokens_per_s": tokens_per_s}
-    arguments = kit.engine_arguments(str(model), page_size=PAGE_TOKENS, max_total_tokens=16384, max_running_requests=8)
-    storage = kit.storage_arguments("dynamic", "page_first_direct", extra)
-    storage |= {
-        "hicache_ratio": 4.0,
-        "hicache_storage_prefetch_policy": "timeout" if policy == "deadline" else policy,
-        "hicache_storage_backend_extra_config": json.dumps(extra),
-    }
-    return {**arguments, **storage}
-
-
-def _kit() -> Any:
-    if not KIT.is_dir():
-        raise BadInput("--real needs the repository: the CPU stand-ins lie in tests/sglang_cpu")
-    if str(KIT) not in sys.path:
-        sys.path.append(str(KIT))
-    import engine_kit
-
-    return engine_kit
-
-
-def _run_child(bench: Bench, name: str, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run one engine to its end; its lines. Raises RuntimeError when it did not finish."""
-    kit = _kit()
-    path = f"{KIT / 'site'}:{ROOT / 'benchmarks'}"
-    env = kit.environment("tiny", PYTHONPATH=path, HICACHE_BENCH_SLOW=str(_control_file(bench)))
-    job_file, log = bench.directory / f"{name}.json", bench.directory / f"{name}.log"
-    job_file.write_text(json.dumps(job))
-    command = [sys.executable, str(Path(__file__).with_name("engine_child.py")), str(job_file)]
-    with open(log, "w") as log_file:
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log_file, text=True, env=env, start_new_session=True
-        )
-        watchdog = threading.Timer(LIMIT_S, kit.end_group, [child])
-        watchdog.start()
-        try:
-            lines = [json.loads(t[4:]) for t in child.stdout or () if t.startswith("HCX ")]
-            child.wait(30)
-        finally:
-            watchdog.cancel()
-            kit.end_group(child)
-    if not any("done" in line for line in lines):
-        raise RuntimeError(f"the engine ended early; the end of {log}:\n{kit.tail(log)}")
-    return lines

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from harness import Arm, Measurement, Plot, Run, Trial
 from simulator.engine import simulate
 from simulator.loads import MultiTurn, SharedPrompt
-from simulator.results import median_interval
 from simulator.spec import NodeSpec
 from simulator.trace import Load, read_trace
 
@@ -118,14 +118,10 @@ def winners(run: Run, case: str, policies: Sequence[str]) -> str:
     return f"{case}: " + ", ".join(parts) + f"; without L3 p50 {without:.3g} s"
 
 
-def intervals(run: Run, case: str, policies: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """95 % interval of each policy's median TTFT."""
-    return {p: median_interval(ttft_of(run, case, p), run.seed) for p in policies}
-
-
 def ttft_of(run: Run, case: str, policy: str) -> list[float]:
-    """Raw TTFT samples of one arm."""
-    return [v for s in run.samples if (s.case, s.arm) == (case, policy) for v in s.series.get("ttft_s", ())]
+    """TTFT of each request of one arm, the median over its rounds."""
+    rounds = [s.series["ttft_s"] for s in run.samples if (s.case, s.arm) == (case, policy) and not s.error]
+    return [float(np.median(times)) for times in zip(*rounds, strict=True)]
 
 
 def plots(run: Run, matrix: Matrix) -> list[Plot]:

@@ -93,5 +93,5 @@ def test_equal_rankings_agree_and_opposite_ones_do_not() -> None:
     assert any("ranked differently" in line for line in found.lines)
 
 
-def test_overlapping_intervals_say_nothing() -> None:
+def test_a_difference_that_may_be_chance_says_nothing() -> None:
     assert ranking.compare({"a": FAST, "b": FAST}, {"a": SLOW, "b": FAST}).share is None
