@@ -102,7 +102,9 @@ class Index:
 
     def _check_process(self) -> None:
         if self._ident[0] != os.getpid():
-            raise StoreError("open", "the store was opened before a fork; use a spawned child and open it there", path=str(self.path))
+            raise StoreError(
+                "open", "the store was opened before a fork; use a spawned child and open it there", path=str(self.path)
+            )
 
     def read(self) -> Any:
         """A read transaction, to be used as a context manager and kept short."""
