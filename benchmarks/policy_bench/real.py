@@ -20,7 +20,7 @@ from simulator.spec import NodeSpec
 from simulator.trace import Load, Request
 
 from policy_bench import ranking, simulated
-from policy_bench.engine import KV_BYTES_PER_TOKEN, LENGTHS, PAGE_TOKENS, Bench, Engine, EngineEnded
+from policy_bench.engine import FULL_SPEED, KV_BYTES_PER_TOKEN, LENGTHS, PAGE_TOKENS, Bench, Engine, EngineEnded
 from sglang_hicache_ext.keys import hash_chain, key_bytes
 from sglang_hicache_ext.policy import PolicySettings
 from sglang_hicache_ext.testing.latency import latency_model
@@ -32,10 +32,11 @@ DELAYS = {"constant": 0.1, "heavy_tail": 0.1, "lognormal": 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine's engine does without a cache: TTFT = overhead + tokens / rate."""
+    """What this machine's engine does: TTFT without a cache = overhead + tokens / rate; a hit at full speed adds ``hit_s``."""
 
     tokens_per_s: float
     overhead_s: float
+    hit_s: float
     kv_bytes_per_token: int
 
     @property
@@ -76,15 +77,20 @@ def compare_with_engine(run: Run, args: argparse.Namespace, policies: Sequence[s
 
 
 def _prepare(bench: Bench, engine: Engine) -> Machine:
-    """Measure what computing costs; write every prompt once through our store."""
+    """Measure what computing and what a hit costs; write every prompt once through our store."""
     measure = [(900_000 + i, n) for i, n in enumerate([*LENGTHS] * 3)]
-    times = engine.step({"measure": measure})["measured"]
+    computed = engine.step({"measure": measure})["measured"]
     pages = sum(n // PAGE_TOKENS for _, n in bench.prompts)
     written = engine.step({"write": bench.prompts, "pages": pages})["written"]
     if written < pages:
         raise EngineEnded(f"only {written} of {pages} pages were written; see {engine.log}")
-    slope, overhead = np.polyfit([t[0] for t in times], [t[1] for t in times], 1)
-    return Machine(float(1 / slope), max(0.0, float(overhead)), KV_BYTES_PER_TOKEN)
+    times = [float(np.median([t for m, t in computed if m == n])) for n in LENGTHS]
+    slope, overhead = np.polyfit(LENGTHS, times, 1)
+    full_speed = {**FULL_SPEED, "config": {"prefetch_policy": "wait_complete"}}
+    apart = [(2.0 * i, seed, n) for i, (seed, n) in enumerate(bench.prompts[:5])]
+    hits = [a["ttft_s"] for a in engine.step({"control": full_speed, "replay": apart})["answers"] if "error" not in a]
+    overhead = max(0.0, float(overhead))
+    return Machine(float(1 / slope), overhead, max(0.001, float(np.median(hits)) - overhead), KV_BYTES_PER_TOKEN)
 
 
 def _control(store: str, machine: Machine, seed: int) -> dict[str, Any]:
@@ -165,7 +171,7 @@ def node_of(machine: Machine, control: dict[str, Any]) -> NodeSpec:
         l2_tokens=65536,
         l3_read_Bps=control["bandwidth_Bps"],
         load_back_Bps=1e12,
-        query_s=0.002,
+        query_s=machine.hit_s,
         first_batch_tokens=16 * PAGE_TOKENS,
         batch_tokens=BATCH_TOKENS,
         poll_s=0.002,

@@ -50,23 +50,30 @@ class SlowStore:
         if not keys:
             return self._inner.read(ns, keys, regions, deadline_s)
         started = self._clock.now()
-        ready = self._ready_at(started, int.from_bytes(keys[0][:8], "little"), len(keys) * regions.page_bytes)
+        limit = float("inf") if deadline_s is None else started + deadline_s
+        delay = self._model.delay_s(int.from_bytes(keys[0][:8], "little"), started - self._started)
         result = self._inner.read(ns, keys, regions, deadline_s)
-        limit = ready if deadline_s is None else min(ready, started + deadline_s)
-        remaining = limit - self._clock.now()
-        if remaining > 0:
-            self._wait(remaining)
-        if limit >= ready:
+        ready = started + delay
+        self._wait_until(min(ready, limit))
+        if ready <= limit:
+            ready = self._through_link(max(ready, self._clock.now()), len(keys) * regions.page_bytes)
+            self._wait_until(min(ready, limit))
+        if ready <= limit:
             return result
         late = tuple(Outcome.LATE if o is Outcome.LOADED else o for o in result.outcomes)
         return ReadResult(late, result.draining, result.drain, max(result.late_s, ready - limit))
 
-    def _ready_at(self, now: float, key: int, nbytes: int) -> float:
-        begin = now + self._model.delay_s(key, now - self._started)
+    def _wait_until(self, when: float) -> None:
+        remaining = when - self._clock.now()
+        if remaining > 0:
+            self._wait(remaining)
+
+    def _through_link(self, now: float, nbytes: int) -> float:
+        """Queue a transfer behind those that reached the link before it; returns when it ends."""
         if not self._bandwidth:
-            return begin
+            return now
         with self._lock:
-            start = max(begin, self._link_free)
+            start = max(now, self._link_free)
             share = self._model.share(start - self._started)
             self._link_free = start + nbytes / (self._bandwidth * share)
             return self._link_free

@@ -65,6 +65,17 @@ def test_a_read_past_its_deadline_is_late_and_returns_in_time() -> None:
     assert result.late_s == pytest.approx(4.0)
 
 
+def test_a_straggler_does_not_hold_the_link_while_it_waits() -> None:
+    store, clock, ns, room = slowed(HeavyTail(base_s=1.0, alpha=1.0, cap_s=50.0), bandwidth=512.0)
+    slow = max(range(4), key=lambda i: store._model.delay_s(int.from_bytes(KEYS[i][:8], "little"), 0.0))
+    store.read(ns, [KEYS[slow]], regions_of_array(room[:1]), deadline_s=0.5)
+    started = clock.time
+    quick = (slow + 1) % 4
+    store.read(ns, [KEYS[quick]], regions_of_array(room[:1]))
+    own = store._model.delay_s(int.from_bytes(KEYS[quick][:8], "little"), 0.0)
+    assert clock.time - started == pytest.approx(own + 1.0)
+
+
 def test_a_miss_stays_a_miss() -> None:
     store, _, ns, room = slowed(Constant(base_s=5.0))
     assert store.read(ns, [b"x" * 32], regions_of_array(room[:1]), 1.0).outcomes == (Outcome.ABSENT,)
