@@ -37,9 +37,11 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--servers", type=int, default=node.servers, help="prefill servers behind one host cache")
     made.add_argument("--sglang-order", action="store_true", help="SGLang's I/O: one worker, whole requests in turn")
     made.add_argument("--real", metavar="DIR", default="", help="also run a real SGLang engine; its store lies here")
-    made.add_argument("--real-requests", type=int, default=24, help="requests of the real run per store and policy")
+    made.add_argument(
+        "--real-requests", type=positive, default=32, help="requests of the real run per store and policy"
+    )
     made.add_argument("--real-stores", default="constant,heavy_tail")
-    made.add_argument("--real-rounds", type=positive, default=2, help="rounds of the real run")
+    made.add_argument("--real-rounds", type=positive, default=1, help="rounds of the real run")
     return made.parse_args(argv)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,15 @@ def compare_with_engine(run: Run, args: argparse.Namespace, policies: Sequence[s
                 "seed": bench.seed,
                 "requests": bench.requests,
             }
+            meter = Meter(engine, first_seed=950_000)
             for number in range(rounds):
                 for store, policy in itertools.product(stores, policies):
                     progress.step(f"real engine: {policy}, {store}, round {number + 1}/{rounds}")
+                    meter.measure()
                     _record(run, policy, store, number, _replay(bench, machine, engine, policy, controls[store]))
-    except WarmRead as e:
+            machine = meter.machine(machine.hit_s)
+            run.extra["real"]["machine"] = asdict(machine)
+    except (WarmRead, EngineEnded) as e:
         run.fail(e)
         return
     finally:
@@ -76,21 +80,39 @@ def compare_with_engine(run: Run, args: argparse.Namespace, policies: Sequence[s
     _judge(run, stores, policies)
 
 
+class Meter:
+    """Recompute times of fresh prompts, taken again and again because a shared machine changes its pace."""
+
+    def __init__(self, engine: Engine, first_seed: int = 900_000) -> None:
+        self._engine, self._seed = engine, first_seed
+        self._times: dict[int, list[float]] = {n: [] for n in LENGTHS}
+
+    def measure(self, repeats: int = 1) -> None:
+        prompts = [(self._seed + i, n) for i, n in enumerate([*LENGTHS] * repeats)]
+        self._seed += len(prompts)
+        for tokens, seconds in self._engine.step({"measure": prompts})["measured"]:
+            self._times[tokens].append(seconds)
+
+    def machine(self, hit_s: float) -> Machine:
+        """Fit a line through the medians; half of the shortest time is the most that counts as overhead."""
+        medians = [float(np.median(self._times[n])) for n in LENGTHS]
+        slope, overhead = np.polyfit(LENGTHS, medians, 1)
+        return Machine(float(1 / slope), min(max(0.0, float(overhead)), medians[0] / 2), hit_s, KV_BYTES_PER_TOKEN)
+
+
 def _prepare(bench: Bench, engine: Engine) -> Machine:
     """Measure what computing and what a hit costs; write every prompt once through our store."""
-    measure = [(900_000 + i, n) for i, n in enumerate([*LENGTHS] * 3)]
-    computed = engine.step({"measure": measure})["measured"]
+    meter = Meter(engine)
+    meter.measure(repeats=3)
     pages = sum(n // PAGE_TOKENS for _, n in bench.prompts)
     written = engine.step({"write": bench.prompts, "pages": pages})["written"]
     if written < pages:
         raise EngineEnded(f"only {written} of {pages} pages were written; see {engine.log}")
-    times = [float(np.median([t for m, t in computed if m == n])) for n in LENGTHS]
-    slope, overhead = np.polyfit(LENGTHS, times, 1)
     full_speed = {**FULL_SPEED, "config": {"prefetch_policy": "wait_complete"}}
     apart = [(2.0 * i, seed, n) for i, (seed, n) in enumerate(bench.prompts[:5])]
     hits = [a["ttft_s"] for a in engine.step({"control": full_speed, "replay": apart})["answers"] if "error" not in a]
-    overhead = max(0.0, float(overhead))
-    return Machine(float(1 / slope), overhead, max(0.001, float(np.median(hits)) - overhead), KV_BYTES_PER_TOKEN)
+    computing = meter.machine(0.0)
+    return replace(computing, hit_s=max(0.001, float(np.median(hits)) - computing.overhead_s))
 
 
 def _control(store: str, machine: Machine, seed: int) -> dict[str, Any]:
