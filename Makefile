@@ -32,6 +32,7 @@ bench-smoke: setup
 	$(PY) benchmarks/bench_pipeline.py --smoke
 	$(PY) benchmarks/bench_cold_start.py --smoke
 	$(PY) benchmarks/compare_policies.py --smoke
+	$(PY) benchmarks/cluster_model.py --smoke
 
 test: test-unit test-e2e
 
