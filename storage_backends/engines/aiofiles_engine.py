@@ -75,12 +75,6 @@ class AiofilesEngine(FileEngine):
         self._loop.run_forever()
         self._loop.close()
 
-    def read(self, plan: IoPlan, deadline_s: float, on_done: OnOps | None = None) -> IoResult:
-        return self._run(plan, deadline_s, False, on_done, None)
-
-    def write(self, plan: IoPlan, deadline_s: float, on_submitted: OnOps | None = None) -> IoResult:
-        return self._run(plan, deadline_s, True, None, on_submitted)
-
     def _run(
         self, plan: IoPlan, deadline_s: float, is_write: bool, on_done: OnOps | None, on_submitted: OnOps | None
     ) -> IoResult:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from abc import ABC, abstractmethod
 
+from sglang_hicache_ext.storage_backends.engines.base import IoPlan, IoResult, OnOps
 from sglang_hicache_ext.storage_backends.engines.files import FileTable, OpenFile
 
 
-class FileEngine:
+class FileEngine(ABC):
     """The part of an engine that does not depend on how bytes move. Thread-safe."""
 
     def __init__(self, files: FileTable, sync_timeout_s: float) -> None:
@@ -27,6 +29,18 @@ class FileEngine:
 
     def unregister_memory(self, addr: int) -> None:
         return None
+
+    def read(self, plan: IoPlan, deadline_s: float, on_done: OnOps | None = None) -> IoResult:
+        return self._run(plan, deadline_s, False, on_done, None)
+
+    def write(self, plan: IoPlan, deadline_s: float, on_submitted: OnOps | None = None) -> IoResult:
+        return self._run(plan, deadline_s, True, None, on_submitted)
+
+    @abstractmethod
+    def _run(
+        self, plan: IoPlan, deadline_s: float, is_write: bool, on_done: OnOps | None, on_submitted: OnOps | None
+    ) -> IoResult:
+        """Move the bytes; both ways are the same but for the call and who is told when."""
 
     def sync(self, handle: int) -> None:
         """fdatasync, at most ``sync_timeout_s`` long. Raises OSError, ETIMEDOUT when it takes longer."""

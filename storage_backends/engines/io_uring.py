@@ -98,12 +98,6 @@ class IoUringEngine(FileEngine):
         self._memory.unregister(addr)
         self._rings.renew_idle()
 
-    def read(self, plan: IoPlan, deadline_s: float, on_done: OnOps | None = None) -> IoResult:
-        return self._run(plan, deadline_s, False, on_done, None)
-
-    def write(self, plan: IoPlan, deadline_s: float, on_submitted: OnOps | None = None) -> IoResult:
-        return self._run(plan, deadline_s, True, None, on_submitted)
-
     def _run(
         self, plan: IoPlan, deadline_s: float, is_write: bool, on_done: OnOps | None, on_submitted: OnOps | None
     ) -> IoResult:

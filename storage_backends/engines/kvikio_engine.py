@@ -124,12 +124,6 @@ class KvikioEngine(FileEngine):
         if cufile is not None:
             cufile.close()
 
-    def read(self, plan: IoPlan, deadline_s: float, on_done: OnOps | None = None) -> IoResult:
-        return self._run(plan, deadline_s, False, on_done, None)
-
-    def write(self, plan: IoPlan, deadline_s: float, on_submitted: OnOps | None = None) -> IoResult:
-        return self._run(plan, deadline_s, True, None, on_submitted)
-
     def _run(
         self, plan: IoPlan, deadline_s: float, is_write: bool, on_done: OnOps | None, on_submitted: OnOps | None
     ) -> IoResult:
