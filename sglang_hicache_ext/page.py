@@ -5,6 +5,7 @@ Source: sglang 0.5.23 srt/mem_cache/pool_host/mha.py:305-341, 817-877 and mla.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -113,6 +114,12 @@ class Regions:
     def is_aligned(self) -> bool:
         """True when every region can be the target of O_DIRECT without a bounce (512-byte memory alignment)."""
         return not (self.addrs % np.uint64(512)).any() and not (self.sizes % 512).any()
+
+
+def check_rows(keys: Sequence[bytes], regions: Regions) -> None:
+    """A store call has one row of regions for each key. Raises ValueError otherwise: a bug of the caller."""
+    if len(keys) != len(regions):
+        raise ValueError(f"{len(keys)} keys but {len(regions)} rows of regions")
 
 
 def regions_of_array(array: NDArray[Any], region_sizes: tuple[int, ...] | None = None) -> Regions:

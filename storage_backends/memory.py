@@ -17,7 +17,7 @@ from sglang_hicache_ext.errors import StoreClosedError
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
-from sglang_hicache_ext.page import Regions, align_up
+from sglang_hicache_ext.page import Regions, align_up, check_rows
 from sglang_hicache_ext.ports import Clock, Namespace, ReadResult, StoreStats, SystemClock, WriteResult
 from sglang_hicache_ext.storage_backends.mismatch import difference
 from sglang_hicache_ext.storage_backends.record import memory_at, page_digest
@@ -87,7 +87,7 @@ class MemoryStore:
     def read(
         self, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None = None
     ) -> ReadResult:
-        _check_rows(keys, regions)
+        check_rows(keys, regions)
         started = self._clock.now()
         with self._open():
             outcomes = tuple(self._read_one(ns, key, regions, row) for row, key in enumerate(keys))
@@ -117,7 +117,7 @@ class MemoryStore:
     def write(
         self, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None = None
     ) -> WriteResult:
-        _check_rows(keys, regions)
+        check_rows(keys, regions)
         started = self._clock.now()
         with self._open():
             self._namespaces.setdefault(ns.id, ns)
@@ -246,8 +246,3 @@ class _OpenSection:
 
     def __exit__(self, *exc: object) -> None:
         self._store._lock.release()
-
-
-def _check_rows(keys: Sequence[bytes], regions: Regions) -> None:
-    if len(keys) != len(regions):
-        raise ValueError(f"{len(keys)} keys but {len(regions)} rows of regions")

@@ -20,7 +20,7 @@ from sglang_hicache_ext.errors import StoreClosedError, StoreError
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
-from sglang_hicache_ext.page import Regions
+from sglang_hicache_ext.page import Regions, check_rows
 from sglang_hicache_ext.ports import Namespace, PageStore, ReadResult, StoreStats, WriteResult
 from sglang_hicache_ext.storage_backends import open_store
 from sglang_hicache_ext.storage_backends.tier_moves import Mover, SeenPages
@@ -286,5 +286,4 @@ class TieredStore:
 
     def _check_call(self, keys: Sequence[bytes], regions: Regions) -> None:
         self._check_open()
-        if len(keys) != len(regions):
-            raise ValueError(f"{len(keys)} keys but {len(regions)} rows of regions")
+        check_rows(keys, regions)

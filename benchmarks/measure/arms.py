@@ -32,10 +32,6 @@ class Trial:
     seed: int
     rng: np.random.Generator = field(repr=False)
 
-    @property
-    def is_warm_up(self) -> bool:
-        return self.round < 0
-
 
 @dataclass(slots=True)
 class Arm:

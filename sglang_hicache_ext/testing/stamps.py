@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_hicache_ext.page import PageGeometry, Regions, align_up
+from sglang_hicache_ext.page import Regions, align_up
 
 
 def page_key(number: int, salt: str = "") -> bytes:
@@ -49,10 +49,6 @@ class HostArena:
         base = np.uint64(self._bytes.ctypes.data)
         addrs = self._offsets.astype(np.uint64) + base
         self.regions = Regions(addrs, np.asarray(region_sizes, np.int64), self.memory)
-
-    @classmethod
-    def of_geometry(cls, geometry: PageGeometry, pages: int, shift: int = 0) -> HostArena:
-        return cls(pages, geometry.region_sizes, shift)
 
     def page(self, row: int) -> NDArray[np.uint8]:
         """A copy of one page's payload, regions in order."""

@@ -17,7 +17,7 @@ from sglang_hicache_ext.errors import StoreClosedError, StoreError
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
-from sglang_hicache_ext.page import Regions, align_up
+from sglang_hicache_ext.page import Regions, align_up, check_rows
 from sglang_hicache_ext.ports import Clock, Namespace, ReadResult, StoreStats, SystemClock, WriteResult
 from sglang_hicache_ext.storage_backends.engines import IoEngine, open_engine
 from sglang_hicache_ext.storage_backends.nvme import recovery
@@ -228,7 +228,7 @@ class NvmeStore:
         self, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None = None
     ) -> ReadResult:
         """Read pages into ``regions``; each is verified before it counts as LOADED."""
-        _check_rows(keys, regions)
+        check_rows(keys, regions)
         with self.call():
             started = time.monotonic()
             budget = self._config.read_deadline_s if deadline_s is None else deadline_s
@@ -248,7 +248,7 @@ class NvmeStore:
         self, ns: Namespace, keys: Sequence[bytes], regions: Regions, deadline_s: float | None = None
     ) -> WriteResult:
         """Write pages; each is published only after its bytes are in place."""
-        _check_rows(keys, regions)
+        check_rows(keys, regions)
         with self.call():
             started = time.monotonic()
             budget = self._config.write_deadline_s if deadline_s is None else deadline_s
@@ -388,8 +388,3 @@ class NvmeStore:
             with self._idle:
                 self._calls -= 1
                 self._idle.notify_all()
-
-
-def _check_rows(keys: Sequence[bytes], regions: Regions) -> None:
-    if len(keys) != len(regions):
-        raise ValueError(f"{len(keys)} keys but {len(regions)} rows of regions")

@@ -22,7 +22,7 @@ from sglang_hicache_ext.errors import CapabilityError, ConfigError, StoreClosedE
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
-from sglang_hicache_ext.page import Regions
+from sglang_hicache_ext.page import Regions, check_rows
 from sglang_hicache_ext.ports import Clock, Namespace, ReadResult, StoreStats, SystemClock, WriteResult
 from sglang_hicache_ext.storage_backends.remote import capability, reading, writing
 from sglang_hicache_ext.storage_backends.remote.absence import classify
@@ -290,5 +290,4 @@ class RemoteStore:
 
     def _check_call(self, keys: Sequence[bytes], regions: Regions) -> None:
         self._check_open()
-        if len(keys) != len(regions):
-            raise ValueError(f"{len(keys)} keys but {len(regions)} rows of regions")
+        check_rows(keys, regions)
