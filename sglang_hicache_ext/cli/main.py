@@ -225,13 +225,7 @@ def warm(
     """Fill a fresh node's NVMe from the remote tier: bounded, resumable, JSON on stdout."""
     from sglang_hicache_ext.cli import warm as verb
 
-    if what not in ("publish", "fill"):
-        _run(False, lambda out: _refuse(f"warm {what!r} does not exist", "write publish or fill"))
-    raise typer.Exit(verb.main([what, "--config", str(config), *(["--budget", budget] if budget else [])]))
-
-
-def _refuse(what: str, todo: str) -> int:
-    raise ConfigError(what, "command line", todo)
+    _run(False, lambda out: verb.run(what, config, parse_size(budget, "--budget") if budget else None))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from sglang_hicache_ext.cli.offline import handle_of, open_existing, pick_namespaces
 from sglang_hicache_ext.cli.render import FINDINGS, OK, SEVERE, Output
@@ -40,14 +40,19 @@ def run(paths: list[str], namespace: str, sample: float, seed: int, out: Output)
 
 
 def _verify(
-    store: NvmeStore, one: NamespaceSurvey, dice: random.Random, sample: float, tally: Counter[str], advance: object
+    store: NvmeStore,
+    one: NamespaceSurvey,
+    dice: random.Random,
+    sample: float,
+    tally: Counter[str],
+    advance: Callable[[int], None],
 ) -> None:
     ns, number = handle_of(store, one), store.number_of(one.id)
     if number is None:
         return
     waiting: dict[int, list[bytes]] = {}
     for page in store.survey().pages(number):
-        advance(1)  # type: ignore[operator]
+        advance(1)
         if sample < 1.0 and dice.random() >= sample:
             continue
         same = waiting.setdefault(page.nbytes, [])
@@ -55,8 +60,4 @@ def _verify(
         if len(same) == WAVE:
             tally.update(store.verify(ns, waiting.pop(page.nbytes), page.nbytes))
     for nbytes, keys in waiting.items():
-        tally.update(store.verify(ns, _unique(keys), nbytes))
-
-
-def _unique(keys: Sequence[bytes]) -> list[bytes]:
-    return list(dict.fromkeys(keys))
+        tally.update(store.verify(ns, keys, nbytes))

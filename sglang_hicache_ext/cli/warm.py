@@ -1,22 +1,20 @@
 """`hicache-ext warm`: publish what a warm node holds, or fill a fresh node's NVMe from the remote tier.
 
-    python -m sglang_hicache_ext.cli.warm publish --config CONFIG.json
-    python -m sglang_hicache_ext.cli.warm fill    --config CONFIG.json [--budget 100GiB]
+    hicache-ext warm publish --config CONFIG.json
+    hicache-ext warm fill    --config CONFIG.json [--budget 100GiB]
 
 CONFIG.json is the object given to --hicache-storage-backend-extra-config (path, master, ...).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_hicache_ext import warm
-from sglang_hicache_ext.config import HiCacheExtConfig, parse_size
-from sglang_hicache_ext.errors import ConfigError, HiCacheExtError
+from sglang_hicache_ext.config import HiCacheExtConfig
+from sglang_hicache_ext.errors import ConfigError
 from sglang_hicache_ext.storage_backends import open_store
 
 WIDTH = 30
@@ -66,26 +64,15 @@ def publish(config: HiCacheExtConfig) -> int:
         far.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; 2 on bad input."""
-    parser = argparse.ArgumentParser(prog="hicache-ext warm", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("what", choices=("publish", "fill"))
-    parser.add_argument("--config", required=True, help="JSON file with the options of the backend")
-    parser.add_argument(
-        "--budget", default="", help="bytes to write, for example 100GiB; 80 %% of what is free by default"
-    )
-    args = parser.parse_args(argv)
+def run(what: str, config_file: Path, budget_bytes: int | None) -> int:
+    """Carry out "publish" or "fill" with the options in ``config_file``. Raises ConfigError."""
     try:
-        config = HiCacheExtConfig.parse(json.loads(Path(args.config).read_text()), args.config)
-        if args.what == "publish":
-            return publish(config)
-        return fill(config, parse_size(args.budget, "--budget") if args.budget else None)
-    except (OSError, json.JSONDecodeError) as error:
-        print(f"error: {args.config}: {error}", file=sys.stderr)
-    except (ConfigError, HiCacheExtError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    return 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        raw = json.loads(config_file.read_text())
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"cannot read the config: {err}", str(config_file), "name a JSON file") from err
+    config = HiCacheExtConfig.parse(raw, str(config_file))
+    if what == "publish":
+        return publish(config)
+    if what == "fill":
+        return fill(config, budget_bytes)
+    raise ConfigError(f"warm {what!r} does not exist", "command line", "write publish or fill")
