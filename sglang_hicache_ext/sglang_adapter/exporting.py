@@ -1,14 +1,20 @@
-"""Our series beside SGLang's, from the process that owns the backend. Looks once a second at most, never raises."""
+"""Our series beside SGLang's, from the process that owns the backend.
+
+SGLang's scheduler thread only says that it is time; the look itself asks the file system and the index, so it runs on
+a thread of its own: a hung drive costs fresh figures, never the scheduler.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_hicache_ext.exporter import PREFIXES, Exporter, Reading
+from sglang_hicache_ext.storage_backends.engines.workers import DaemonWorkers
 
 if TYPE_CHECKING:
     from sglang_hicache_ext.sglang_adapter.storage import HiCacheExtStorage
@@ -30,26 +36,45 @@ def metric_prefix(module: str = COLLECTOR) -> str:
 
 
 class BackendExport:
-    """Publishes one backend. ``tick`` is called by the scheduler thread on every iteration."""
+    """Publishes one backend, once a second at most and one look at a time.
+
+    ``tick`` is called by the scheduler thread on every iteration and returns at once.
+    """
 
     def __init__(self, backend: HiCacheExtStorage, labels: dict[str, str], *, registry: Any = None) -> None:
         self._backend = backend
         self._exporter = Exporter(labels, prefix=metric_prefix(), registry=registry)
         self._last = -EVERY_S
+        self._workers = DaemonWorkers(1, "hicache-export")
+        self._idle = threading.Event()
+        self._idle.set()
         self._metrics = getattr(backend.store, "metrics", None)
         if self._metrics is not None:
             self._metrics.attach(self._exporter.observe)
 
     def tick(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Publish when the last time is a second ago."""
+        """Have a look taken when the last one began a second ago and is over."""
         now = clock()
-        if now - self._last >= EVERY_S:
+        if now - self._last >= EVERY_S and self._idle.is_set():
             self._last = now
-            self._exporter.publish(reading_of(self._backend))
+            self._idle.clear()
+            if not self._workers.submit(self._look):
+                self._idle.set()
+
+    def _look(self) -> None:
+        try:
+            self._backend.guarded("export", lambda: self._exporter.publish(reading_of(self._backend)))
+        finally:
+            self._idle.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until no look is being taken; False on timeout."""
+        return self._idle.wait(timeout_s)
 
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.detach(self._exporter.observe)
+        self._workers.close(timeout_s=1.0)
 
 
 def open_export(backend: HiCacheExtStorage, storage_config: Any) -> BackendExport | None:
@@ -66,19 +91,19 @@ def open_export(backend: HiCacheExtStorage, storage_config: Any) -> BackendExpor
 
 def reading_of(backend: HiCacheExtStorage) -> Reading:
     """One look at ``backend``."""
-    told = backend.describe()
+    stats = backend.store.stats()
     parts = [m.snapshot() for m in (backend.metrics, getattr(backend.store, "metrics", None)) if m is not None]
     gauges = {
-        "hicache_ext_stored_pages": float(told["pages"]),
-        "hicache_ext_used_bytes": float(told["used_bytes"]),
-        "hicache_ext_capacity_bytes": float(told["capacity_bytes"]),
-        "hicache_ext_draining_pages": float(told["draining_pages"]),
-        "hicache_ext_retry_pages": float(told["retry_pages"]),
+        "hicache_ext_stored_pages": float(stats.pages),
+        "hicache_ext_used_bytes": float(stats.used_bytes),
+        "hicache_ext_capacity_bytes": float(stats.capacity_bytes),
+        "hicache_ext_draining_pages": float(backend.draining_pages),
+        "hicache_ext_retry_pages": float(backend.retry_pages),
         "hicache_ext_oldest_inflight_seconds": backend.oldest_inflight_s(),
         "hicache_ext_queue_age_seconds": max((p.gauges.get("queue_age_seconds", 0.0) for p in parts), default=0.0),
-        "hicache_ext_healthy": 0.0 if told["disabled"] else 1.0,
+        "hicache_ext_healthy": 0.0 if backend.disabled else 1.0,
     }
-    return Reading(tuple(parts), gauges, path_of(told["store"]))
+    return Reading(tuple(parts), gauges, path_of(backend.store.describe()))
 
 
 def path_of(store: dict[str, Any]) -> dict[str, str]:

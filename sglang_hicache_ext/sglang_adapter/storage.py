@@ -225,8 +225,27 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
     def get_stats(self) -> Any:
         """SGLang's StorageMetrics since the last call, or None. Called on every scheduler iteration."""
         if self._export is not None:
-            self._guard.run("export", lambda: None, self._export.tick)
+            self.guarded("tick", self._export.tick)
         return self._guard.run("get_stats", lambda: None, self._stats.take)
+
+    def guarded(self, name: str, call: Callable[[], None]) -> None:
+        """Run ``call`` as the data path is run, also when the extension is off: what it raises is counted and logged."""
+        self._guard.run(name, lambda: None, call, even_off=True)
+
+    @property
+    def disabled(self) -> str:
+        """Why the extension switched itself off; "" while it works."""
+        return self._guard.disabled
+
+    @property
+    def draining_pages(self) -> int:
+        """Host pages withheld until late I/O into them is over."""
+        return sum(c.draining_pages for c in list(self._channels.values()))
+
+    @property
+    def retry_pages(self) -> int:
+        """Refused or failed page writes waiting for their next chance."""
+        return self._retry.pending_pages
 
     def oldest_inflight_s(self) -> float:
         """Seconds that the longest call into the store runs already; 0.0 when none runs."""
@@ -250,7 +269,7 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         store_snapshot = store_metrics.snapshot() if store_metrics is not None else None
         return {
             "backend": self.backend_name,
-            "disabled": self._guard.disabled,
+            "disabled": self.disabled,
             "hooks": hooks.health(),
             "store": self.store.describe(),
             "pages": stats.pages,
@@ -261,8 +280,8 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
             "write_outcomes": dict(store_snapshot.writes) if store_snapshot else {},
             "moved": self._stats.totals(),
             "pools": {n: c.pages.form if c.pages is not None else "logical" for n, c in self._channels.items()},
-            "draining_pages": sum(c.draining_pages for c in self._channels.values()),
-            "retry_pages": self._retry.pending_pages,
+            "draining_pages": self.draining_pages,
+            "retry_pages": self.retry_pages,
             "weight_epoch": CURRENT.now.value,
             "pipeline": pipeline_hook.state_of(self),
         }

@@ -40,6 +40,7 @@ def test_the_outcomes_of_a_backend_sum_up_to_the_pages_queried(storage, registry
     assert backend.batch_set_v1(KEYS[:6], indices(pool, 6)) == [True] * 6
     assert backend.batch_get_v1(KEYS, indices(pool, 8, 8)) == [True] * 6 + [False] * 2
     export.tick(lambda: 100.0)
+    assert export.wait(30)
 
     def value(name, **own):
         return registry.get_sample_value(f"sglang:{name}", {**LABELS, **own}) or 0.0
@@ -68,7 +69,39 @@ def test_a_look_is_taken_once_a_second_at_most(storage, registry):
     export._exporter.publish = looks.append
     for now in (10.0, 10.5, 10.99, 11.0, 11.2):
         export.tick(lambda now=now: now)
+        assert export.wait(30)
     assert len(looks) == 2
+    export.close()
+
+
+def test_a_look_that_hangs_holds_up_neither_the_scheduler_nor_a_second_look(storage, registry):
+    backend, _ = storage
+    export = exporting.BackendExport(backend, LABELS, registry=registry)
+    inside, leave, looks = threading.Event(), threading.Event(), []
+
+    def hang(reading):
+        looks.append(reading)
+        inside.set()
+        leave.wait(30)
+
+    export._exporter.publish = hang
+    for now in (10.0, 20.0, 30.0):
+        export.tick(lambda now=now: now)
+        assert inside.wait(30)
+    assert len(looks) == 1
+    leave.set()
+    assert export.wait(30)
+    export.close()
+
+
+def test_an_extension_that_is_off_says_so(storage, registry):
+    backend, _ = storage
+    export = exporting.BackendExport(backend, LABELS, registry=registry)
+    backend._guard.disabled = "batch_get_v1: a page was freed twice"
+    export.tick(lambda: 100.0)
+    assert export.wait(30)
+    assert registry.get_sample_value("sglang:hicache_ext_healthy", LABELS) == 0
+    export.close()
 
 
 def test_the_export_opens_only_with_metrics_and_get_stats_drives_it(storage, kit, nvme, tmp_path):
@@ -81,6 +114,7 @@ def test_the_export_opens_only_with_metrics_and_get_stats_drives_it(storage, kit
     measured.register_mem_pool_host(pool)
     measured.batch_set_v1(KEYS, indices(pool, 8))
     assert measured.get_stats() is not None
+    assert measured._export.wait(30)
     stored = prometheus_client.REGISTRY.get_sample_value("sglang:hicache_ext_stored_pages", LABELS)
     assert stored == 8
     measured.close()
