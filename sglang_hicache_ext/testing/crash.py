@@ -187,12 +187,14 @@ class KillHarness:
         """What does not add up between the index, the counters and the disk; empty when all is right."""
         errors = []
         layout = store.layout
-        rows = store._files.table.snapshot()
+        with store._index.read() as txn:  # one transaction: reclaim may run meanwhile
+            rows = store._files.table.all(txn)
+            pages = int(txn.stat(store._index.table(b"pages"))["entries"])
         on_disk = {int(p.stem) for d in range(len(layout.roots)) for p in layout.segment_dir(d).glob("*.seg")}
         if on_disk != {r.number for r in rows}:
             errors.append(f"segment files {sorted(on_disk)} but rows {sorted(r.number for r in rows)}")
-        if sum(r.live for r in rows) != store.stats().pages:
-            errors.append(f"{sum(r.live for r in rows)} pages counted in segments, {store.stats().pages} in the index")
+        if sum(r.live for r in rows) != pages:
+            errors.append(f"{sum(r.live for r in rows)} pages counted in segments, {pages} in the index")
         used, real = store.stats().used_bytes, sum(disk_bytes(str(root)) for root in layout.roots)
         if real > store.stats().capacity_bytes:
             errors.append(f"{real} bytes on disk, capacity {store.stats().capacity_bytes}")
