@@ -149,18 +149,26 @@ class Server:
         self._environment = environment(kind, **env)
 
     def __enter__(self):
-        with open(self.log, "w") as log_file:
+        self.start()
+        return self.wait_until_healthy()
+
+    def start(self):
+        """Start the process and return at once; ``wait_until_healthy`` must follow."""
+        with open(self.log, "a") as log_file:
             self._child = subprocess.Popen(
                 self._command, stdout=log_file, stderr=log_file, env=self._environment, start_new_session=True
             )
+
+    def wait_until_healthy(self):
+        """Returns self once the server answers; ends it when it does not."""
         try:
-            self._wait_until_healthy()
+            self._wait()
         except BaseException:
             end_group(self._child)
             raise
         return self
 
-    def _wait_until_healthy(self):
+    def _wait(self):
         deadline = time.monotonic() + self.limit_s
         while True:
             if self._child.poll() is not None:

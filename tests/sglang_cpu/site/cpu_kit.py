@@ -209,7 +209,55 @@ def patch_mla_dispatch(module):
     module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
 
 
+class DoneEvent:
+    """A CUDA event of work that has been done: on the CPU a forward has ended when its call returns."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+    def wait(self, stream=None):
+        pass
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+
+def patch_prefill(module):
+    """The prefill scheduler records a CUDA event before it sends a cached prefix early."""
+    real = module.torch
+
+    class Torch:
+        cuda = types.SimpleNamespace(Event=DoneEvent, current_stream=lambda device=None: None)
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+    module.torch = Torch()
+
+
+def patch_nixl(module):
+    """SGLang's NIXL backend calls its KV pool VRAM whatever the device; on the CPU it is DRAM."""
+    import nixl._api as api
+
+    original = api.nixl_agent.__init__
+
+    @functools.wraps(original)
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
+
+    api.nixl_agent.__init__ = init
+
+
 PATCHES = {
+    "sglang.srt.disaggregation.prefill": patch_prefill,
+    "sglang.srt.disaggregation.nixl.conn": patch_nixl,
     "sglang.srt.mem_cache.pool_host.mha": patch_mha,
     "sglang.srt.mem_cache.pool_host.mla": patch_mla,
     "sglang.srt.mem_cache.pool_host.dsa": patch_dsa,
