@@ -40,7 +40,9 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument(
         "--real-requests", type=positive, default=32, help="requests of the real run per store and policy"
     )
-    made.add_argument("--real-stores", default="constant,heavy_tail")
+    made.add_argument(
+        "--real-stores", default=",".join(simulated.STORES), help="latency models of the real run's store"
+    )
     made.add_argument("--real-rounds", type=positive, default=1, help="rounds of the real run")
     return made.parse_args(argv)
 

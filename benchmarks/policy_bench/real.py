@@ -26,8 +26,16 @@ from sglang_hicache_ext.policy import PolicySettings
 from sglang_hicache_ext.testing.latency import latency_model
 
 BATCH_TOKENS = 128 * PAGE_TOKENS
-DELAYS = {"constant": 0.1, "heavy_tail": 0.1, "lognormal": 0.1}
-"""Typical delay of a read, in units of what recomputing one full batch takes."""
+MODELS: dict[str, dict[str, float]] = {
+    "constant": {"base_s": 0.1},
+    "heavy_tail": {"base_s": 0.1, "cap_s": 10.0},
+    "lognormal": {"base_s": 0.1, "cap_s": 10.0},
+    "stall": {"base_s": 0.1, "stall_s": 2.0, "every_s": 8.0},
+    "shared_bandwidth": {"base_s": 0.1, "period_s": 10.0},
+}
+"""Times of the latency models, in units of what recomputing one full batch takes."""
+PLAIN = {"shared_bandwidth": {"low": 0.1, "duty": 0.4}}
+"""Shares: with a tenth of the bandwidth, loading takes twice as long as recomputing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ class Machine:
 
 def compare_with_engine(run: Run, args: argparse.Namespace, policies: Sequence[str]) -> None:
     """Run both, print their difference, conclude whether they rank the policies alike."""
-    stores = choices(args.real_stores, tuple(DELAYS), "--real-stores")
+    stores = choices(args.real_stores, tuple(MODELS), "--real-stores")
     bench = Bench(Path(args.real).resolve(), args.seed, 4 if args.smoke else args.real_requests)
     rounds = 1 if args.smoke else args.real_rounds
     progress = Progress(2 + rounds * len(policies) * len(stores))
@@ -116,9 +124,8 @@ def _prepare(bench: Bench, engine: Engine) -> Machine:
 
 
 def _control(store: str, machine: Machine, seed: int) -> dict[str, Any]:
-    model: dict[str, Any] = {"kind": store, "seed": seed, "base_s": DELAYS[store] * machine.batch_s}
-    if store != "constant":
-        model["cap_s"] = 10 * machine.batch_s
+    times = {name: value * machine.batch_s for name, value in MODELS[store].items()}
+    model = {"kind": store, "seed": seed, **times, **PLAIN.get(store, {})}
     return {"model": model, "bandwidth_Bps": 5 * machine.tokens_per_s * machine.kv_bytes_per_token}
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import cluster_model
 import compare_policies
 import pytest
 from harness import entry
-from policy_bench import ranking
-from policy_bench.simulated import COLUMNS
+from policy_bench import ranking, real
+from policy_bench.simulated import COLUMNS, STORES
+
+from sglang_hicache_ext.testing.latency import latency_model
 
 
 def test_a_smoke_run_gives_every_policy_and_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,10 +72,39 @@ def test_bad_arguments_end_in_one_line_and_code_2(name: str, capsys: pytest.Capt
     assert error.count("\n") == 1
 
 
-def test_a_bad_trace_ends_in_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"timestamp": 1}')
-    assert entry(compare_policies.main, ["--trace", str(tmp_path / "bad.jsonl")]) == 2
-    assert "line 1, field 'input_length'" in capsys.readouterr().err
+GOOD_LINE = '{"timestamp": 5, "input_length": 10, "output_length": 1, "hash_ids": [1]}'
+BAD_TRACES = {
+    "empty": ("", "the trace is empty"),
+    "a field is missing": ('{"timestamp": 1}', "line 1, field 'input_length'"),
+    "goes back in time": (f"{GOOD_LINE}\n{GOOD_LINE.replace('5', '4', 1)}", "line 2, field 'timestamp'"),
+    "negative length": (GOOD_LINE.replace("10", "-10", 1), "input_length is negative"),
+}
+
+
+@pytest.mark.parametrize("script", [compare_policies, cluster_model], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("name", BAD_TRACES)
+def test_a_bad_trace_ends_in_one_line_and_code_2(
+    name: str, script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, message = BAD_TRACES[name]
+    (tmp_path / "bad.jsonl").write_text(text)
+    assert entry(script.main, ["--trace", str(tmp_path / "bad.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_every_store_model_of_the_simulation_can_slow_the_real_engine() -> None:
+    machine = real.Machine(tokens_per_s=4096.0, overhead_s=0.0, hit_s=0.001, kv_bytes_per_token=1000)
+    slow = {store: latency_model(real._control(store, machine, 3)["model"]) for store in STORES}
+    assert {store: model.kind for store, model in slow.items()} == {store: store for store in STORES}
+    times = [machine.batch_s * t / 10 for t in range(200)]
+    waits = [slow["stall"].delay_s(0, t) for t in times]
+    assert max(waits) > 1.5 * machine.batch_s and min(waits) == pytest.approx(0.1 * machine.batch_s)
+    slowed_rate = real._control("shared_bandwidth", machine, 3)["bandwidth_Bps"] * min(
+        slow["shared_bandwidth"].share(t) for t in times
+    )
+    assert slowed_rate < machine.tokens_per_s * machine.kv_bytes_per_token
 
 
 def test_the_cluster_model_answers_with_drives_and_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
