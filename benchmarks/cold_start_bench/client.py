@@ -6,7 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ class Answer:
     Attributes:
         ttft_s: from sending the request to the first token.
         total_s: to the last token.
-        cached: where the prefix came from, as SGLang reports it: "device", "host", "storage" -> tokens.
+        cached: where the prefix came from: "device", "host", "storage" -> tokens.
     """
 
     ttft_s: float = 0.0
@@ -42,10 +42,12 @@ class Client:
         url: "http://host:port".
         key: API or admin key, "" without one.
         limit_s: longest time one request may take.
+        storage_tier: what this server calls its storage in its reports; "host" with a direct linker.
     """
 
-    def __init__(self, url: str, key: str = "", limit_s: float = 600.0) -> None:
+    def __init__(self, url: str, key: str = "", limit_s: float = 600.0, storage_tier: str = "storage") -> None:
         self.url, self._key, self._limit_s = url.rstrip("/"), key, limit_s
+        self.storage_tier = storage_tier
 
     def _open(self, method: str, path: str, body: Any, limit_s: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -104,8 +106,13 @@ class Client:
             time.perf_counter() - begin,
             tuple(last.get("output_ids") or ()),
             int(meta["prompt_tokens"]),
-            dict(meta.get("cached_tokens_details") or {}),
+            self._by_tier(meta.get("cached_tokens_details") or {}),
         )
+
+    def _by_tier(self, reported: Mapping[str, Any]) -> dict[str, Any]:
+        if self.storage_tier == "storage":
+            return dict(reported)
+        return {"device": reported.get("device"), "storage": reported.get(self.storage_tier)}
 
     def generate_all(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[list[Answer], float]:
         """All prompts at once, one caller each; the answers in order, and seconds until the last is done."""

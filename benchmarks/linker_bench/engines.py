@@ -6,7 +6,6 @@ Both stay up; before each prompt the caches on the device and in host memory are
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from cold_start_bench.client import Answer, Client
 from cold_start_bench.servers import ADMIN_KEY, engine_kit
 from harness import Measurement, Trial, WarmRead, WrongBytes
 
-LINKER = {"linker": "NvmeLinker", "linker_module_path": "sglang_hicache_ext.sglang_adapter.linker"}
 SETTLE_S = 60.0
 
 
@@ -26,11 +24,7 @@ def arguments(name: str, model: str, folder: Path, tokens: int) -> dict[str, Any
     kit = engine_kit()
     store = {"path": str(folder / "store"), "capacity": "2GiB"}
     if name == "linker":
-        more = {
-            "enable_unified_cache_external_linker": True,
-            "unified_cache_external_linker_backend": "dynamic",
-            "unified_cache_external_linker_config": json.dumps({**LINKER, "linker_extra_config": store}),
-        }
+        more = kit.linker_arguments(store)
     else:
         more = kit.storage_arguments("nvme", "page_first_direct", {**store, "prefetch_threshold": 64})
     size = {"max_total_tokens": 4 * tokens, "context_length": tokens + 256}

@@ -80,6 +80,16 @@ def storage_arguments(backend, layout, extra):
     }
 
 
+def linker_arguments(config):
+    """The direct linker, which stands in the place of HiCache."""
+    linker = {"linker": "NvmeLinker", "linker_module_path": "sglang_hicache_ext.sglang_adapter.linker"}
+    return {
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": json.dumps({**linker, "linker_extra_config": config}),
+    }
+
+
 def run_engine(job, kind, log, limit_s, on_line=lambda line: None, **env):
     """Run ``engine_child.py`` to its end; returns its answers and the state of our backend."""
     command = [sys.executable, str(HERE / "engine_child.py"), json.dumps(job)]
