@@ -125,6 +125,12 @@ class HiCacheExtConfig:
         high=1 << 20,
     )
 
+    kv_events: bool = _opt(
+        False,
+        "Tell KV-aware routers of stored and removed L3 pages, in the stream of --kv-events-config; see docs/kv_events.md.",
+        kind="bool",
+    )
+
     pipeline: str = _opt(
         "sglang",
         "extension: our prefetch pipeline serves KV pools inside SGLang. sglang: nothing of SGLang is touched.",
@@ -218,6 +224,32 @@ class HiCacheExtConfig:
     arbiter_rate: int = _opt(
         0, "Bytes per second that prefetch and backup may use together; 0 only orders them.", kind="size"
     )
+
+    pd_transport: str = _opt(
+        "nixl", "Who moves pages from prefill to decode. Both sides must use the same.", allowed=("nixl", "mooncake")
+    )
+    pd_group: int = _opt(
+        4 * MIB, "Least bytes of a layer group of a PD transfer; a single layer is never cut.", kind="size"
+    )
+    pd_layered_min: int = _opt(8 * MIB, "A prefill chunk of fewer bytes is sent whole, after its forward.", kind="size")
+    pd_deadline_s: float = _opt(
+        60.0,
+        "Seconds a PD transfer may take; what it left unsettled stays in quarantine.",
+        kind="seconds",
+        low=0.01,
+        high=3600,
+    )
+    pd_drain_s: float = _opt(
+        2.0,
+        "Seconds after a peer's proven end in which its last bytes may still arrive.",
+        kind="seconds",
+        low=0,
+        high=60,
+    )
+    pd_ucx: str = _opt(
+        "", "UCX engine configuration of the PD agent, for example TLS=tcp,NET_DEVICES=eth0.", kind="str"
+    )
+    pd_max_open: int = _opt(4096, "PD transfers open at a time; more are refused.", kind="int", low=1, high=1 << 20)
 
     sglang: Mapping[str, Any] = _opt({}, "SGLang's own keys of the same object, as they came.", kind="internal")
 

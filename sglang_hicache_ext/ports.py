@@ -7,7 +7,7 @@ PrefixIndex belong to the owner thread (SGLang's scheduler, or a benchmark's loo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +25,24 @@ class Namespace:
 
     id: bytes
     fingerprint: Fingerprint
+
+
+KeyChange = tuple[bytes, bool]
+"""(key, True: published, False: removed)."""
+
+
+class ChangeFeed(Protocol):
+    """Follows the pages of a store on this node's drives; stores that have one offer it as ``changes``."""
+
+    def watch(self, ns: Namespace, listener: Callable[[Sequence[KeyChange]], None]) -> None:
+        """Tell ``listener`` of each page this process publishes or removes, in that order. It must not call the store."""
+        ...
+
+    def unwatch(self) -> None: ...
+
+    def present_heads(self, ns: Namespace, heads: Sequence[bytes]) -> NDArray[np.bool_]:
+        """Say for each ``heads`` whether a page is published whose key begins so; changes of other processes count."""
+        ...
 
 
 class Drain(Protocol):

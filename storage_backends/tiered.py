@@ -55,6 +55,7 @@ class TieredStore:
             self.near.close()
             raise
         self.metrics = Metrics()
+        self.changes = getattr(self.near, "changes", None)  # of the near tier: the far one belongs to no node
         self._mover = Mover(self.near, self.far, self.metrics, config.remote_queue_pages)
         self._touched = SeenPages()
         self._reads = ThreadPoolExecutor(2 * config.remote_lanes, "hicache-ext-far-read")

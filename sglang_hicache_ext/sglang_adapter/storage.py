@@ -25,6 +25,7 @@ from sglang_hicache_ext.sglang_adapter.generic import GenericPages
 from sglang_hicache_ext.sglang_adapter.guard import Guard
 from sglang_hicache_ext.sglang_adapter.host_pool import open_pool, pool_buffers
 from sglang_hicache_ext.sglang_adapter.identity import deployment_of, server_args
+from sglang_hicache_ext.sglang_adapter.kv_events import KvEvents, open_kv_events
 from sglang_hicache_ext.sglang_adapter.pools_v2 import Fold, SidecarPresence, fold
 from sglang_hicache_ext.sglang_adapter.retry import WriteRetry
 from sglang_hicache_ext.sglang_adapter.stats import TransferStats
@@ -81,6 +82,11 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         self.backend_name = str(extra.get("backend_name", "nvme"))
         self.store = open_named_store(self.backend_name, self.config)
         self._retry = WriteRetry(self.store, self.metrics, self.config.retry_failed_writes)
+        try:
+            self.kv_events: KvEvents | None = open_kv_events(self)
+        except ConfigError:
+            self.store.close()
+            raise
         self._export = open_export(self, storage_config)
         LIVE.add(self)
         logger.info("sglang-hicache-ext: store %s is open: %s", self.backend_name, self.store.describe())
@@ -113,6 +119,8 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         )
         if name == KV and pages is not None:
             self._generic = GenericPages(self._channels[KV], self.store)
+            if self.kv_events is not None:
+                self.kv_events.start(self._channels[KV])
         self._register_memory(pool)
 
     def _register_memory(self, pool: Any) -> None:
@@ -283,6 +291,7 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
             "draining_pages": self.draining_pages,
             "retry_pages": self.retry_pages,
             "weight_epoch": CURRENT.now.value,
+            "kv_events_pages": self.kv_events.announced_pages if self.kv_events is not None else None,
             "pipeline": pipeline_hook.state_of(self),
         }
 
@@ -295,6 +304,8 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         LIVE.discard(self)
         if self._export is not None:
             self._export.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         unregister = getattr(self.store, "unregister_memory", None)
         self._guard.run("close", lambda: None, self._retry.close, even_off=True)
         for addr in self._registered_memory if unregister is not None else ():

@@ -14,7 +14,7 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,8 @@ from sglang_hicache_ext.keys import KEY_BYTES
 
 PAGE = np.dtype([("segment", "<u4"), ("generation", "<u4"), ("block", "<u4"), ("nbytes", "<u4"), ("digest", "V16")])
 _NO_PAGE = bytes(PAGE.itemsize)
+Change = tuple[bytes, bool]
+"""(full key, True: published, False: removed)."""
 _NUMBER = struct.Struct(">I")
 _U64 = struct.Struct("<Q")
 TREE_SHARE = 0.7
@@ -87,6 +89,10 @@ class Index:
         self._most_pages = int(map_bytes * TREE_SHARE) // BYTES_PER_PAGE
         self.slice_keys = max(16, min(4096, map_bytes // 4096 // 16))
         """Most random keys changed in one transaction, so that its copies are a small part of the map."""
+        self.listener: Callable[[list[Change]], None] | None = None
+        """Hears of each committed change while other writers of this process still wait, so in the order of the commits.
+        It must be quick and must not raise."""
+        self._changes: list[Change] = []
 
     # -------------------------------------------------------------------------------------------- transactions
 
@@ -94,8 +100,14 @@ class Index:
     def write(self) -> Iterator[Any]:
         """A write transaction; commits at the end, aborts on an exception."""
         self._check_process()
-        with self._shared.write_lock, self._env.begin(write=True) as txn:
-            yield txn
+        with self._shared.write_lock:
+            try:
+                with self._env.begin(write=True) as txn:
+                    yield txn
+                if self._changes and self.listener is not None:
+                    self.listener(self._changes)
+            finally:
+                self._changes = []
 
     def table(self, name: bytes) -> Any:
         return self._shared.tables[name]
@@ -162,11 +174,14 @@ class Index:
         raw = entries.tobytes()
         size = PAGE.itemsize
         put, table = txn.put, self._pages
-        return np.fromiter(
+        new = np.fromiter(
             (put(prefix + k, raw[i * size : (i + 1) * size], overwrite=False, db=table) for i, k in enumerate(keys)),
             np.bool_,
             len(keys),
         )
+        if self.listener is not None:
+            self._changes += [(prefix + keys[i], True) for i in np.flatnonzero(new).tolist()]
+        return new
 
     def swap(
         self, txn: Any, number: int, keys: Sequence[bytes], old: NDArray[np.void], new: NDArray[np.void] | None
@@ -186,7 +201,28 @@ class Index:
             else:
                 txn.put(full, after[i * size : (i + 1) * size], db=table)
             done[i] = True
+        if new is None and self.listener is not None:
+            self._changes += [(prefix + keys[i], False) for i in np.flatnonzero(done).tolist()]
         return done
+
+    def delete_unchanged(self, txn: Any, batch: Sequence[tuple[bytes, bytes]]) -> list[bytes]:
+        """Delete raw (full key, value) that are still so; returns the values that went."""
+        table = self._pages
+        gone = [(k, v) for k, v in batch if txn.get(k, db=table) == v and txn.delete(k, db=table)]
+        if self.listener is not None:
+            self._changes += [(key, False) for key, _ in gone]
+        return [value for _, value in gone]
+
+    def contains_heads(self, number: int, heads: Sequence[bytes]) -> NDArray[np.bool_]:
+        """[heads] bool: a key that begins with these bytes is there."""
+        prefix = _NUMBER.pack(number)
+        with self.read() as txn:
+            cursor = txn.cursor(self._pages)
+            return np.fromiter(
+                (cursor.set_range(prefix + h) and cursor.key().startswith(prefix + h) for h in heads),
+                np.bool_,
+                len(heads),
+            )
 
     def page_count(self) -> int:
         with self.read() as txn:

@@ -41,11 +41,8 @@ class Removal:
         """Forget every page of a namespace, or all."""
         removed = 0
         while batch := self._index.scan(number, limit=self._index.slice_keys):
-            pages = self._index.table(b"pages")
             with self._index.write() as txn:
-                gone = [
-                    value for full, value in batch if txn.get(full, db=pages) == value and txn.delete(full, db=pages)
-                ]
+                gone = self._index.delete_unchanged(txn, batch)
                 self._uncount(txn, np.frombuffer(b"".join(gone), PAGE))
             removed += len(gone)
             self._forget_history(batch)

@@ -22,6 +22,7 @@ from sglang_hicache_ext.ports import Clock, Namespace, ReadResult, StoreStats, S
 from sglang_hicache_ext.storage_backends.engines import IoEngine, open_engine
 from sglang_hicache_ext.storage_backends.nvme import recovery
 from sglang_hicache_ext.storage_backends.nvme.bounce import BouncePool
+from sglang_hicache_ext.storage_backends.nvme.changes import Changes
 from sglang_hicache_ext.storage_backends.nvme.codes import (
     UNDECIDED,
     count_reads,
@@ -147,6 +148,7 @@ class NvmeStore:
         mover.connect(self._space, self._writer)
         self._removal = Removal(layout, self._index, self._files, self._heat)
         self._explainer = Explainer(self._index, self._heat)
+        self.changes = Changes(self._index, self._number)
 
     def _make_index_room(self) -> bool:
         self._index.forget_dead_readers()

@@ -92,9 +92,10 @@ class Node:
     Args:
         backend: SGLang's ``--hicache-storage-backend``; None attaches nothing.
         extra: the extra config as an object.
+        kv_events: SGLang's ``--kv-events-config``; its tree then records events.
     """
 
-    def __init__(self, shape: Shape, backend=None, extra=None, policy="wait_complete"):
+    def __init__(self, shape: Shape, backend=None, extra=None, policy="wait_complete", kv_events=None):
         self.shape, self.backend, self.extra = shape, backend, {"prefetch_threshold": 1, **(extra or {})}
         size = max(256, shape.page_tokens * (shape.pages + 4))
         args = ServerArgs(
@@ -109,6 +110,7 @@ class Node:
             hicache_storage_backend_extra_config=json.dumps(self.extra) if backend else None,
             hicache_storage_prefetch_policy=policy,
             served_model_name="tiny",
+            kv_events_config=kv_events,
         )
         set_global_server_args_for_scheduler(args)
         self.pool = _device_pool(shape, size)
@@ -121,6 +123,7 @@ class Node:
             disable=False,
             tree_components=(ComponentType.FULL,),
             tp_cache_group=torch.distributed.group.WORLD,
+            enable_kv_cache_events=kv_events is not None,
         )
         self.tree = UnifiedRadixCache(params=params)
         self.tree.init_hicache(args, params)
