@@ -74,12 +74,6 @@ class Geometry:
         """Steps of a forward, draft layers and the last step included."""
         return 1 + max(b.layer for b in self.buffers)
 
-    def of(self, start: int, stop: int, *, with_extra: bool) -> tuple[int, ...]:
-        """Positions of the buffers of layers [start, stop); without those of other spaces unless ``with_extra``."""
-        return tuple(
-            i for i, b in enumerate(self.buffers) if start <= b.layer < stop and (with_extra or b.space == PAGE_SPACE)
-        )
-
     def words(self) -> dict[str, Any]:
         """JSON-ready, without addresses."""
         rows = [[b.name, b.layer, b.item_bytes, b.items, b.space] for b in self.buffers]
