@@ -172,6 +172,28 @@ def explain(
 
 
 @app.command()
+def wait(
+    paths: Paths,
+    tokens: Tokens = "",
+    tokens_file: TokensFile = "",
+    text: Annotated[str, typer.Option(help="The prompt itself; needs --model for its tokenizer.")] = "",
+    model: Annotated[str, typer.Option(help="Local model directory.")] = "",
+    namespace: Which = "",
+    ranks: Annotated[int, typer.Option(min=1, help="Shards that must have it: the tensor parallel size.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait at most.")] = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Block until a prompt's pages are durable, whichever server writes them."""
+    from sglang_hicache_ext.cli import wait as verb
+    from sglang_hicache_ext.cli.explain import read_tokens
+
+    _run(
+        as_json,
+        lambda out: verb.run(paths, read_tokens(tokens, tokens_file, text, model), namespace, ranks, timeout, out),
+    )
+
+
+@app.command()
 def bench(
     path: Annotated[str, typer.Argument(help="Directory on the drive to measure.")],
     page: Annotated[str, typer.Option(help="Bytes of a page.")] = "256KiB",

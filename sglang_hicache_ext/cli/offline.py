@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.errors import ConfigError
@@ -39,17 +40,16 @@ def pick_namespaces(store: NvmeStore, wanted: str = "") -> list[NamespaceSurvey]
 
     Raises ConfigError when a name was given and nothing matches.
     """
-    found = [n for n in store.survey().namespaces() if not wanted or _matches(n, wanted)]
+    found = [n for n in store.survey().namespaces() if matches(n.id, n.words, wanted)]
     if wanted and not found:
         known = ", ".join(n.id.hex()[:8] for n in store.survey().namespaces()) or "none"
         raise ConfigError(f"no namespace matches {wanted!r}", "command line", f"known ids: {known}")
     return found
 
 
-def _matches(found: NamespaceSurvey, wanted: str) -> bool:
-    if found.id.hex().startswith(wanted.lower()):
-        return True
-    return any(wanted in str(value) for value in (found.words or {}).values())
+def matches(ns_id: bytes, words: Mapping[str, Any] | None, wanted: str) -> bool:
+    """Whether a namespace is meant by ``wanted``: the first hex digits of its id, or a word of its fingerprint; "" means all."""
+    return not wanted or ns_id.hex().startswith(wanted.lower()) or any(wanted in str(v) for v in (words or {}).values())
 
 
 def handle_of(store: NvmeStore, found: NamespaceSurvey) -> Namespace:

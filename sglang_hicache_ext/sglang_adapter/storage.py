@@ -15,7 +15,9 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
 from sglang_hicache_ext.config import HiCacheExtConfig
+from sglang_hicache_ext.durability import DurablePrefix
 from sglang_hicache_ext.errors import ConfigError, HiCacheExtError
+from sglang_hicache_ext.keys import key_bytes
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.sglang_adapter import compat, hooks, pipeline_hook
 from sglang_hicache_ext.sglang_adapter.channel import PoolChannel
@@ -26,6 +28,7 @@ from sglang_hicache_ext.sglang_adapter.guard import Guard
 from sglang_hicache_ext.sglang_adapter.host_pool import open_pool, pool_buffers
 from sglang_hicache_ext.sglang_adapter.identity import deployment_of, server_args
 from sglang_hicache_ext.sglang_adapter.kv_events import KvEvents, open_kv_events
+from sglang_hicache_ext.sglang_adapter.page_hash import PageHashWarmUp
 from sglang_hicache_ext.sglang_adapter.pools_v2 import Fold, SidecarPresence, fold
 from sglang_hicache_ext.sglang_adapter.retry import WriteRetry
 from sglang_hicache_ext.sglang_adapter.stats import TransferStats
@@ -67,6 +70,7 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
         _check_interface(extra)
         _warn_of_allocator(extra)
         self.config = HiCacheExtConfig.parse(extra)
+        page_hash = PageHashWarmUp()
         self._deployment = deployment_of(storage_config, self.config.namespace)
         self.metrics = Metrics()
         self._guard = Guard(self.metrics)
@@ -88,6 +92,7 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
             self.store.close()
             raise
         self._export = open_export(self, storage_config)
+        page_hash.wait()
         LIVE.add(self)
         logger.info("sglang-hicache-ext: store %s is open: %s", self.backend_name, self.store.describe())
 
@@ -258,6 +263,13 @@ class HiCacheExtStorage(HiCacheStorage):  # type: ignore[misc]
     def oldest_inflight_s(self) -> float:
         """Seconds that the longest call into the store runs already; 0.0 when none runs."""
         return self._guard.oldest_inflight("export")[1]
+
+    def durable_prefix(self, keys: Sequence[str]) -> DurablePrefix:
+        """A handle on ``keys``, SGLang's page hashes of a prefix in order: tells when other processes can rely on them.
+
+        A True of ``batch_set_v1`` may mean "kept for another try"; this one never does.
+        """
+        return DurablePrefix(self.store, self._channels[KV].namespace, [key_bytes(k) for k in keys])
 
     def clear(self) -> bool:
         """Forget this rank's pages, of every pool and every epoch of this process; safe while I/O runs."""
