@@ -9,23 +9,26 @@ Without --url it starts a real SGLang server for every arm and every round, on t
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from cold_start_bench.local import LocalExperiment
 from cold_start_bench.points import Point, make_points
 from cold_start_bench.remote import connect, measure_server
-from cold_start_bench.servers import ARMS, ServerArm, kv_token_bytes, random_model
+from cold_start_bench.servers import ARMS, POOLED, ServerArm, kv_token_bytes, random_model
 from cold_start_bench.verdict import conclude, note_verdicts, our_arm, plot
 from harness import BadInput, Run, choices, entry, parser, positive, writable_directory
 
 COLUMNS = ("ttft_ms", "request_ttft_ms", "tokens_per_s", "storage_share", "failed_requests")
-DEFAULT_ARMS = "recompute,file,nixl,nvme-auto,nvme-posix"
+DEFAULT_ARMS = "recompute,file,nixl,nvme-auto,nvme-posix,tiered,tiered-fresh,linker"
+POOL_LEAST, POOL_SPARE, POOL_LEASE_MS = 256 << 20, 1.5, 600_000
 
 
 def _options(argv: Sequence[str] | None) -> Namespace:
@@ -94,26 +97,47 @@ def _local(args: Namespace, run: Run, points: Sequence[Point], path: str) -> Non
     token_bytes = args.kv_bytes or kv_token_bytes(model)
     longest = max(p.tokens for p in points) + 256
     most = max(max(p.tokens * p.callers for p in points) + 2048, 2 * longest)
-    arms = [
-        ServerArm(n, model, kind, Path(path) / n, args.device, most // 64 * 64, longest)
-        for n in names
-        if _can_run(n, run)
-    ]
-    experiment = LocalExperiment(run, arms, points, args.rounds, args.new_tokens, token_bytes, args.seed)
-    run.extra["kv_bytes_per_token"] = token_bytes
-    experiment.execute()
+    names = [n for n in names if _can_run(n, run)]
+    stored = token_bytes * args.rounds * sum(p.tokens * p.callers * p.repeats for p in points)
+    with _pool(names, Path(path) / "pool", stored) as master:
+        arms = [
+            ServerArm(n, model, kind, Path(path) / n, args.device, most // 64 * 64, longest, master=master)
+            for n in names
+        ]
+        experiment = LocalExperiment(run, arms, points, args.rounds, args.new_tokens, token_bytes, args.seed)
+        run.extra["kv_bytes_per_token"] = token_bytes
+        experiment.execute()
     conclude(run, points, our_arm(run), token_bytes)
 
 
-def _can_run(name: str, run: Run) -> bool:
-    if name != "nixl":
-        return True
-    import importlib.util
+@contextmanager
+def _pool(names: Sequence[str], folder: Path, stored: int) -> Iterator[str]:
+    """A Mooncake master and a store node on loopback that outlive every server; their address, "" when no arm needs them.
 
-    if importlib.util.find_spec("nixl") is None:
-        run.notes.append("nixl is not measured: it is not installed (pip install --no-deps nixl nixl-cu12)")
-        return False
-    return True
+    Args:
+        stored: bytes that one arm stores.
+    """
+    arms = sum(n in POOLED for n in names)
+    if not arms:
+        yield ""
+        return
+    from sglang_hicache_ext.storage_backends.remote.cluster import LocalCluster
+
+    room = POOL_LEAST + round(POOL_SPARE * arms * stored)
+    with LocalCluster(folder, node_bytes=room, lease_ms=POOL_LEASE_MS) as cluster:
+        yield cluster.master_address
+
+
+PACKAGES = {"nixl": "nixl nixl-cu12", **dict.fromkeys(POOLED, "mooncake-transfer-engine-non-cuda")}
+
+
+def _can_run(name: str, run: Run) -> bool:
+    """Whether what the arm needs is installed; a note when it is not."""
+    module = {"nixl": "nixl", **dict.fromkeys(POOLED, "mooncake")}.get(name)
+    if module is None or importlib.util.find_spec(module) is not None:
+        return True
+    run.notes.append(f"{name} is not measured: {module} is not installed (pip install --no-deps {PACKAGES[name]})")
+    return False
 
 
 def _remote(args: Namespace, run: Run, points: Sequence[Point]) -> None:

@@ -12,7 +12,7 @@ from harness import Arm, Measurement, Progress, Run, Sample, Trial, WarmRead, Wr
 
 from cold_start_bench.client import Answer
 from cold_start_bench.points import Point, as_measurement, measure_point, require_cold, require_same_tokens
-from cold_start_bench.servers import RunningServer, ServerArm, require_device_reads
+from cold_start_bench.servers import RunningServer, ServerArm, engine_kit, require_device_reads
 
 WARM_TOKENS = 520
 """Above the prefetch threshold, so that it is stored in the filling run and fetched in the others."""
@@ -58,17 +58,27 @@ class LocalExperiment:
         return Progress(len(self.arms) * self.rounds).step
 
     def _fill(self) -> None:
-        """Every prompt of every round once through each storage arm, so that its pages are stored."""
+        """Every prompt of every round once through each storage arm, so that its pages are stored.
+
+        An arm that cannot be filled fails the run; the others are still measured.
+        """
         progress = Progress(sum(a.has_storage for a in self.arms))
-        for arm in (a for a in self.arms if a.has_storage):
+        for arm in [a for a in self.arms if a.has_storage]:
             progress.step(f"filling {arm.name}")
-            with arm.serve() as server:
-                warm_engine(server)
-                for round_index in range(self.rounds):
-                    for point in self.points:
-                        done = measure_point(server.client, point, self.salt, round_index, self.new_tokens)
-                        self.expected.setdefault((point.case, round_index), done)
-                wait_until_written(server)
+            try:
+                self._fill_one(arm)
+            except engine_kit().EngineError as exc:
+                self.run.failures.append(f"{arm.name}, filling: {exc}")
+                self.arms = [a for a in self.arms if a is not arm]
+
+    def _fill_one(self, arm: ServerArm) -> None:
+        with arm.serve() as server:
+            warm_engine(server)
+            for round_index in range(self.rounds):
+                for point in self.points:
+                    done = measure_point(server.client, point, self.salt, round_index, self.new_tokens)
+                    self.expected.setdefault((point.case, round_index), done)
+            wait_until_written(server)
 
     def _restart_arms(self) -> list[Arm]:
         return [Arm(a.name, partial(self._round, a), {"arguments": a.arguments()}) for a in self.arms]
@@ -123,13 +133,13 @@ def warm_engine(server: RunningServer) -> None:
 
 
 def wait_until_written(server: RunningServer) -> None:
-    """Wait until the server has written nothing for SETTLE_S seconds, SETTLE_LIMIT_S at most."""
+    """Wait until the server has written nothing for SETTLE_S seconds and our queues are empty, SETTLE_LIMIT_S at most."""
     deadline = time.monotonic() + SETTLE_LIMIT_S
     last, since = -1, time.monotonic()
     while time.monotonic() < deadline:
         now = server.io_bytes()[1]
         if now != last:
             last, since = now, time.monotonic()
-        elif time.monotonic() - since > SETTLE_S:
+        elif time.monotonic() - since > SETTLE_S and not server.waiting_pages():
             return
         time.sleep(0.2)

@@ -6,20 +6,23 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness import BadInput, WarmRead, drop_page_cache, files_below, require_cold_files
 
 from cold_start_bench.client import Client
+from cold_start_bench.points import PAGE_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
 KIT = ROOT / "tests" / "sglang_cpu"
 ADMIN_KEY = "bench"
-ARMS = ("recompute", "file", "nixl", "nvme-auto", "nvme-io_uring", "nvme-posix", "nvme-kvikio", "nvme-aiofiles")
+NVME = ("nvme-auto", "nvme-io_uring", "nvme-posix", "nvme-kvikio", "nvme-aiofiles")
+POOLED = ("tiered", "tiered-fresh")
+ARMS = ("recompute", "file", "nixl", *NVME, *POOLED, "linker")
 
 
 def engine_kit() -> Any:
@@ -52,7 +55,7 @@ class ServerArm:
         folder: storage and logs of this arm.
         device: "cpu" or "cuda".
         max_tokens: KV pool of the device, in tokens; ``context`` longest request.
-        extra: added to the store's configuration (ours), for example {"backend_name": "tiered"}.
+        master: address of the Mooncake master, for the arms in POOLED.
     """
 
     name: str
@@ -63,23 +66,35 @@ class ServerArm:
     max_tokens: int
     context: int
     layout: str = "page_first_direct"
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    master: str = ""
 
     @property
     def has_storage(self) -> bool:
         return self.name != "recompute"
 
     @property
+    def is_fresh(self) -> bool:
+        """Each restart is a node whose drive is empty: everything comes from the pool."""
+        return self.name == "tiered-fresh"
+
+    @property
     def store(self) -> Path:
         return self.folder / "store"
 
-    def storage_config(self) -> dict[str, Any]:
+    def storage_arguments(self) -> dict[str, Any]:
+        """SGLang's arguments for this arm's store."""
+        kit = engine_kit()
+        ours = {"path": str(self.store), "capacity": "8GiB"}
+        if self.name == "linker":
+            return dict(kit.linker_arguments(ours))
+        backend, config = self.name, {}
         if self.name == "nixl":
-            return {"plugin": {"posix": {"active": True, "use_uring": "true"}}, "prefetch_threshold": 256}
-        if self.name == "file":
-            return {"prefetch_threshold": 256}
-        engine = self.name.removeprefix("nvme-")
-        return {"path": str(self.store), "capacity": "8GiB", "engine": engine, "prefetch_threshold": 256, **self.extra}
+            config = {"plugin": {"posix": {"active": True, "use_uring": "true"}}}
+        elif self.name in NVME:
+            backend, config = "nvme", {**ours, "engine": self.name.removeprefix("nvme-")}
+        elif self.name in POOLED:
+            backend, config = "tiered", {**ours, "master": self.master, "namespace": self.name}
+        return dict(kit.storage_arguments(backend, self.layout, {**config, "prefetch_threshold": 256}))
 
     def arguments(self) -> dict[str, Any]:
         kit = engine_kit()
@@ -92,8 +107,7 @@ class ServerArm:
         if self.device != "cpu":
             more |= {"attention_backend": None, "disable_cuda_graph": False}
         if self.has_storage:
-            backend = self.name if self.name in ("file", "nixl") else "nvme"
-            more |= kit.storage_arguments(backend, self.layout, self.storage_config())
+            more |= self.storage_arguments()
         made = kit.engine_arguments(self.model, **more)
         return {k: v for k, v in made.items() if v is not None}
 
@@ -115,13 +129,17 @@ class ServerArm:
             self.arguments(), self.kind, log, limit_s=limit_s, admin_key=ADMIN_KEY, **self.environment()
         )
         with started as server:
-            client = Client(f"http://127.0.0.1:{server.port}", ADMIN_KEY)
+            tier = "host" if self.name == "linker" else "storage"
+            client = Client(f"http://127.0.0.1:{server.port}", ADMIN_KEY, storage_tier=tier)
             yield RunningServer(self, client, server._child.pid)
 
     def make_cold(self) -> str:
-        """Get the store's files out of the page cache and prove it."""
+        """Get the store's files out of the page cache and prove it; a fresh node has none."""
         if not self.has_storage:
             return ""
+        if self.is_fresh:
+            shutil.rmtree(self.store)
+            return "the node's drive was emptied"
         files = files_below(self.store)
         how = drop_page_cache(files)
         require_cold_files(files)
@@ -148,10 +166,19 @@ class RunningServer:
             read, written = read + int(fields["read_bytes"]), written + int(fields["write_bytes"])
         return read, written
 
+    def ours(self) -> dict[str, Any]:
+        """The state of our backend; empty when it is another one."""
+        return dict((self.client.server_info()["internal_states"] or [{}])[0].get("hicache_ext") or {})
+
+    def waiting_pages(self) -> int:
+        """Pages that our backend has accepted and not yet brought where they belong."""
+        state = self.ours()
+        queued = state.get("queued_offload_pages", 0) + state.get("store", {}).get("queued_pages", 0)
+        return int(queued + state.get("retry_pages", 0))
+
     def describe(self) -> dict[str, Any]:
         """Our backend's own description, or what SGLang says about another one."""
-        info = self.client.server_info()
-        ours = (info["internal_states"] or [{}])[0].get("hicache_ext")
+        info, ours = self.client.server_info(), self.ours()
         keys = ("device", "hicache_storage_backend", "hicache_mem_layout", "page_size", "max_total_num_tokens")
         return {**{k: info.get(k) for k in keys}, **({"hicache_ext": ours} if ours else {})}
 
@@ -175,8 +202,16 @@ def _tree(root: int) -> list[int]:
 
 
 def require_device_reads(server: RunningServer, before: int, tokens: int, token_bytes: int) -> int:
-    """Bytes the server read from the device since ``before``; WarmRead when they are too few for the tokens."""
+    """Bytes the server read from the device since ``before``; WarmRead when they are too few for the tokens.
+
+    A fresh node has nothing on its device: its pages must have come from the pool.
+    """
     read = server.io_bytes()[0] - before
+    if server.arm.is_fresh:
+        pages = server.ours()["counters"].get("tier_far_pages", 0)
+        if pages * PAGE_TOKENS < 0.95 * tokens:
+            raise WarmRead(f"{server.arm.name}: {tokens} tokens from storage but only {pages:.0f} pages from the pool")
+        return read
     if read < 0.95 * tokens * token_bytes:
         raise WarmRead(f"{server.arm.name}: {tokens} tokens from storage but only {read:,} bytes from the device")
     return read
