@@ -38,6 +38,8 @@ class FrameType(IntEnum):
     ABORT = 5  # decode -> prefill: send no more of it, and tell me when it is settled
     SETTLED = 6  # prefill -> decode: not SENT, and no byte of it will move any more
     GROUP = 7  # prefill -> decode: a note, for drivers that carry none
+    WHO = 8  # anybody to a listener: which instance are you?
+    ME = 9  # the answer: the instance's name
 
 
 class NoteKind(IntEnum):
