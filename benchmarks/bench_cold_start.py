@@ -141,8 +141,7 @@ def _can_run(name: str, run: Run) -> bool:
 
 
 def _remote(args: Namespace, run: Run, points: Sequence[Point]) -> None:
-    client, info = connect(args.url, args.key)
-    name = str(info["hicache_storage_backend"])
+    client, name, info = connect(args.url, args.key)
     token_bytes = args.kv_bytes or kv_token_bytes(str(info["model_path"]))
     run.effective[name] = {k: info.get(k) for k in ("model_path", "device", "page_size", "hicache_storage_backend")}
     run.notes.append(

@@ -14,18 +14,21 @@ from cold_start_bench.points import Point, as_measurement, measure_point, requir
 FLUSH_LIMIT_S = 60.0
 
 
-def connect(url: str, key: str) -> tuple[Client, dict[str, Any]]:
-    """The server and what it says it is. Raises BadInput unless it is SGLang with a storage backend."""
+def connect(url: str, key: str) -> tuple[Client, str, dict[str, Any]]:
+    """The server, the name of its store, what it says it is. Raises BadInput unless it is SGLang with an L3."""
     client = Client(url, key)
     info = client.server_info()
-    if not info.get("hicache_storage_backend"):
+    name = str(info.get("hicache_storage_backend") or "")
+    if info.get("enable_unified_cache_external_linker"):
+        client, name = Client(url, key, storage_tier="host"), "linker"
+    if not name:
         raise BadInput(
             f"--url {url} serves without an L3 storage backend; start it with --enable-hierarchical-cache "
-            "--hicache-storage-backend nvme (or file, nixl)"
+            "--hicache-storage-backend nvme (or file, nixl), or with a linker"
         )
     if not info.get("enable_cache_report"):
         raise BadInput(f"--url {url} does not report cached tokens; start it with --enable-cache-report")
-    return client, info
+    return client, name, info
 
 
 def measure_server(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,10 +13,20 @@ from typing import Any
 
 import bench_cold_start
 import pytest
+from cold_start_bench.local import LocalExperiment
 from cold_start_bench.points import PAGE_TOKENS, TAIL_TOKENS, Point, make_points
-from cold_start_bench.servers import kv_token_bytes
+from cold_start_bench.servers import (
+    ARMS,
+    NVME,
+    POOLED,
+    RunningServer,
+    ServerArm,
+    engine_kit,
+    kv_token_bytes,
+    require_device_reads,
+)
 from cold_start_bench.verdict import GOALS, conclude, note_verdicts
-from harness import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_WARM, Run, Sample, entry
+from harness import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, EXIT_WARM, Run, Sample, WarmRead, entry
 
 
 class FakeSglang:
@@ -39,10 +50,11 @@ class FakeSglang:
 
     def answer(self, ids: list[int]) -> dict[str, Any]:
         key, whole = tuple(ids), len(ids) // PAGE_TOKENS * PAGE_TOKENS
-        tier = "device" if key in self.above else "storage" if key in self.stored else ""
+        far = "host" if self.info.get("enable_unified_cache_external_linker") else "storage"
+        tier = "device" if key in self.above else far if key in self.stored else ""
         self.above.add(key)
         self.stored.add(key)
-        first = sum(ids) % 251 + (1 if tier == "storage" and self.behaviour == "wrong tokens" else 0)
+        first = sum(ids) % 251 + (1 if tier == far and self.behaviour == "wrong tokens" else 0)
         return {
             "output_ids": [first, 2, 3, 4],
             "meta_info": {"prompt_tokens": len(ids), "cached_tokens_details": {tier: whole} if tier else {}},
@@ -114,6 +126,70 @@ def test_a_running_server_is_measured(tmp_path: Path, serve: Any) -> None:
     assert form[1024, 2, "nvme"]["storage_share"] == 1.0
     assert form[1024, 2, "recompute"]["storage_share"] == 0.0
     assert any("page cache is not controlled" in n for n in words["notes"])
+
+
+def test_a_running_server_with_the_linker_is_measured(tmp_path: Path, serve: Any) -> None:
+    """SGLang reports what came through a linker as host tokens."""
+    url = serve("honest", hicache_storage_backend=None, enable_unified_cache_external_linker=True)
+    code, words = _run(tmp_path, url)
+    assert code == EXIT_OK, words["failures"]
+    shares = {(r["arm"], r["storage_share"]) for r in words["extra"]["published_form"]}
+    assert shares == {("recompute", 0.0), ("linker", 1.0)}
+
+
+def test_the_arms_differ_in_their_store_only(tmp_path: Path) -> None:
+    arms = {n: ServerArm(n, "m", "tiny", tmp_path, "cpu", 8192, 4096, master="127.0.0.1:1") for n in ARMS}
+    base = arms["recompute"].arguments()
+    more = {n: {k: v for k, v in a.arguments().items() if base.get(k) != v} for n, a in arms.items()}
+    assert all(set(base) <= set(a.arguments()) for a in arms.values())
+    assert all(
+        {k for k in m if "hicache" not in k and "hierarchical" not in k} == set()
+        for n, m in more.items()
+        if n != "linker"
+    )
+    backends = {n: m.get("hicache_storage_backend") for n, m in more.items()}
+    assert backends == {
+        **dict.fromkeys(NVME, "nvme"), **dict.fromkeys(POOLED, "tiered"),
+        "recompute": None, "file": "file", "nixl": "nixl", "linker": None,
+    }  # fmt: skip
+    assert set(more["linker"]) == {
+        "enable_unified_cache_external_linker",
+        "unified_cache_external_linker_backend",
+        "unified_cache_external_linker_config",
+    }
+
+
+def test_a_fresh_node_has_an_empty_drive_and_proves_that_its_pages_came_from_the_pool(tmp_path: Path) -> None:
+    arm = ServerArm("tiered-fresh", "m", "tiny", tmp_path, "cpu", 8192, 4096)
+    arm.store.mkdir()
+    (arm.store / "page").write_bytes(b"x")
+    assert "emptied" in arm.make_cold() and not arm.store.exists()
+
+    class Pool:
+        def server_info(self) -> dict[str, Any]:
+            return {"internal_states": [{"hicache_ext": {"counters": {"tier_far_pages": 16.0}}}]}
+
+    server = RunningServer(arm, Pool(), os.getpid())  # type: ignore[arg-type]
+    require_device_reads(server, 0, 16 * PAGE_TOKENS, 1 << 40)
+    with pytest.raises(WarmRead, match="16 pages from the pool"):
+        require_device_reads(server, 0, 32 * PAGE_TOKENS, 1 << 40)
+
+
+def test_an_arm_that_cannot_be_filled_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("bench_cold_start", tmp_path, out=io.StringIO())
+    arms = [ServerArm(n, "m", "tiny", tmp_path / n, "cpu", 8192, 4096) for n in ("nvme-auto", "file")]
+    filled = []
+
+    def fill(self: LocalExperiment, arm: ServerArm) -> None:
+        if arm.name == "file":
+            raise engine_kit().EngineError("did not start")
+        filled.append(arm.name)
+
+    monkeypatch.setattr(LocalExperiment, "_fill_one", fill)
+    experiment = LocalExperiment(run, arms, [], 1, 4, 0, 1)
+    experiment._fill()
+    assert filled == ["nvme-auto"] and [a.name for a in experiment.arms] == ["nvme-auto"]
+    assert run.failures == ["file, filling: did not start"] and run.exit_code == EXIT_FAILED
 
 
 def _judged(tmp_path: Path, ttft_ms: dict[str, list[float]]) -> Run:
