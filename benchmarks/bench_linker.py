@@ -16,6 +16,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def _options(argv: Sequence[str] | None) -> Namespace:
     p.add_argument("--prompts", type=positive, default=3, help="engines: prompts a round")
     p.add_argument("--tokens", type=positive, default=1024, help="engines: stored tokens of a prompt, multiple of 64")
     p.add_argument("--model-kind", default="big", choices=("tiny", "big"), help="engines: random model of the CPU kit")
+    p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="engines: where SGLang runs")
     args = p.parse_args(argv)
     if args.smoke:
         args.rounds, args.compute_ms, args.pages, args.prompts, args.tokens = 1, 120, 4, 1, 256
@@ -96,10 +98,12 @@ def engines(run: Run, args: Namespace, path: str) -> None:
 
     model = random_model(args.model_kind, os.path.join(path, "model"))
     asked = prompts(args.prompts, args.tokens // 64 * 64, args.seed)
-    served: list[Served] = []
-    try:
+    with ExitStack() as opened:
+        served = []
         for name in ("linker", "nvme"):
-            served.append(Served(name, model, args.model_kind, Path(path) / name, args.tokens))
+            served.append(
+                opened.enter_context(Served(name, model, args.model_kind, Path(path) / name, args.tokens, args.device))
+            )
             served[-1].fill(asked)
         if served[0].expected != served[1].expected:
             run.failures.append("the two servers computed different tokens")
@@ -108,9 +112,6 @@ def engines(run: Run, args: Namespace, path: str) -> None:
             for s in served
         ]
         run.measure("engines", arms, args.rounds)
-    finally:
-        for one in served:
-            one.close()
     ratio = run.ratio("engines", "linker", "nvme", "ttft_ms")
     run.conclude("linker_vs_nvme", ratio, Goal("<=", 1.05, "TTFT of the linker over TTFT of the nvme backend"))
 

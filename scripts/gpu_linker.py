@@ -5,18 +5,21 @@
 
 Tries GPUDirect Storage stage by stage with a real page, then loads pages into device memory through every path that
 works (pinned ring, GDS, kvikio's own staging), compares every byte on the device, and prints GB/s and the first layer's
-time. Exit status: 0 all bytes right, 1 something is wrong, 2 no CUDA device.
+time. Where SGLang is installed, two servers with a small random model follow: TTFT through the linker and through the
+`nvme` storage backend. Exit status: 0 all bytes right, 1 something is wrong, 2 no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shutil
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,37 @@ def run(directory: str, device: str = "cuda", **size: int) -> dict[str, Any]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def ttft(directory: str, device: str = "cuda", kind: str = "big", tokens: int = 4096) -> dict[str, Any]:
+    """TTFT in milliseconds of the same prompts from the same drive, servers in turn; or why there is none."""
+    if importlib.util.find_spec("sglang") is None:
+        return {"skipped": "SGLang is not installed"}
+    from cold_start_bench.servers import random_model
+    from linker_bench.engines import Served, prompts
+
+    scratch = Path(tempfile.mkdtemp(prefix="gpu-ttft-", dir=directory))
+    try:
+        with ExitStack() as opened:
+            model, asked = random_model(kind, str(scratch / "model")), prompts(2, tokens, seed=1)
+            served = [
+                opened.enter_context(Served(n, model, kind, scratch / n, tokens, device)) for n in ("linker", "nvme")
+            ]
+            for one in served:
+                one.fill(asked)
+            times: dict[str, list[float]] = {one.name: [] for one in served}
+            for _ in range(ROUNDS):
+                for one in served:
+                    times[one.name] += one.once(asked)
+            return {
+                "tokens": tokens,
+                "ttft_ms": {name: statistics.median(found) for name, found in times.items()},
+                "samples": times,
+                "path": served[0].state().get("path"),
+                "different_answers": {one.name: one.different for one in served},
+            }
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("directory", help="on the drive to read from")
@@ -96,8 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         found = run(args.directory)
-    except RuntimeError as error:
-        print(f"FAILED: {error}", file=sys.stderr)
+        found["ttft"] = ttft(args.directory)
+    except Exception as error:
+        print(f"FAILED: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     found["device"] = torch.cuda.get_device_name()
     print("\n".join(found["stages"]))
@@ -107,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(f"{name:16} {text}")
     print(f"{'offload':16} {found['write_gb_s']:.2f} GB/s on {found['device']}")
+    print(f"{'TTFT':16} {found['ttft'].get('skipped') or found['ttft']['ttft_ms']}")
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1))
     return 0

@@ -104,12 +104,9 @@ class ServerArm:
             "max_running_requests": 16,
             "device": self.device,
         }
-        if self.device != "cpu":
-            more |= {"attention_backend": None, "disable_cuda_graph": False}
         if self.has_storage:
             more |= self.storage_arguments()
-        made = kit.engine_arguments(self.model, **more)
-        return {k: v for k, v in made.items() if v is not None}
+        return dict(kit.engine_arguments(self.model, **more))
 
     def environment(self) -> dict[str, str]:
         return {

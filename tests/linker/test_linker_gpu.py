@@ -40,6 +40,18 @@ def test_the_measured_loads_are_compared_byte_by_byte(script, tmp_path):
     reads.close()
 
 
+@pytest.mark.e2e
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_servers_of_the_ttft_part_run_on_the_cpu(script, tmp_path):
+    pytest.importorskip("sglang")
+    found = script.ttft(str(tmp_path), "cpu", "tiny", 256)
+    assert set(found["ttft_ms"]) == {"linker", "nvme"} and min(found["ttft_ms"].values()) > 0
+    assert found["path"] == "direct"
+    assert found["different_answers"] == {"linker": 0, "nvme": 0}
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_a_gpu_the_script_says_so(script, tmp_path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -55,3 +67,12 @@ def test_every_path_brings_the_right_bytes_to_the_gpu(script, tmp_path):
     found = script.run(str(tmp_path))
     assert found["paths"]["bounce"]["gb_s"] > 0
     assert any("verdict" in s or "path in use" in s for s in found["stages"])
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_a_small_model_takes_its_prefixes_through_the_linker_on_the_gpu(script, tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    found = script.ttft(str(tmp_path))
+    assert "skipped" in found or found["ttft_ms"]["linker"] > 0

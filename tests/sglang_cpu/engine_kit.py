@@ -26,8 +26,10 @@ class EngineError(Exception):
     """An engine or server did not do what it was started for; the end of its log is in the message."""
 
 
-def environment(kind, **more):
-    """Environment of an SGLang process: the CPU stand-ins in front; one thread is best for a small model."""
+def environment(kind, device="cpu", **more):
+    """Environment of an SGLang process: on the CPU the stand-ins in front; one thread is best for a small model."""
+    if device != "cpu":
+        return {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", **more}
     threads = {} if kind == "big" else {"OMP_NUM_THREADS": "1"}
     return {
         **os.environ,
@@ -42,18 +44,20 @@ def environment(kind, **more):
     }
 
 
+CPU_ARGUMENTS = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
+
+
 def engine_arguments(model, **more):
+    """Of an engine on the CPU, or with ``device="cuda"`` on a GPU."""
     return {
         "model_path": model,
-        "device": "cpu",
-        "attention_backend": "torch_native",
+        **(CPU_ARGUMENTS if more.get("device", "cpu") == "cpu" else {}),
         "dtype": "bfloat16",
         "page_size": PAGE_TOKENS,
         "max_total_tokens": 8192,
         "context_length": 4096,
         "chunked_prefill_size": 8192,
         "max_running_requests": 2,
-        "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "skip_server_warmup": True,
         "log_level": "warning",
@@ -156,7 +160,7 @@ class Server:
             flag = "--" + name.replace("_", "-")
             options += [flag] if value is True else [flag, str(value)] if value is not False else []
         self._command = [sys.executable, "-m", "sglang.launch_server", *options]
-        self._environment = environment(kind, **env)
+        self._environment = environment(kind, arguments.get("device", "cpu"), **env)
 
     def __enter__(self):
         self.start()
