@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 INSTALLERS: list[tuple[str, str, str]] = [
     ("backend names", __name__, "install_names"),
     ("storage hooks", "sglang_hicache_ext.sglang_adapter.hooks", "install"),
+    ("PD transfer backend", "sglang_hicache_ext.sglang_adapter.pd", "install"),
     ("attention backend", "sglang_hicache_ext.sglang_adapter.attention", "install_attention_backend"),
 ]
 """(what, module, function). A part of the adapter that hooks into SGLang adds its row here."""
