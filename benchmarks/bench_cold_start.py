@@ -98,7 +98,7 @@ def _local(args: Namespace, run: Run, points: Sequence[Point], path: str) -> Non
     longest = max(p.tokens for p in points) + 256
     most = max(max(p.tokens * p.callers for p in points) + 2048, 2 * longest)
     names = [n for n in names if _can_run(n, run)]
-    stored = token_bytes * args.rounds * sum(p.tokens * p.callers * p.repeats for p in points)
+    stored = token_bytes * sum(p.tokens * p.callers * p.repeats for p in points)
     with _pool(names, Path(path) / "pool", stored) as master:
         arms = [
             ServerArm(n, model, kind, Path(path) / n, args.device, most // 64 * 64, longest, master=master)
@@ -115,15 +115,14 @@ def _pool(names: Sequence[str], folder: Path, stored: int) -> Iterator[str]:
     """A Mooncake master and a store node on loopback that outlive every server; their address, "" when no arm needs them.
 
     Args:
-        stored: bytes that one arm stores.
+        stored: bytes of all prompts.
     """
-    arms = sum(n in POOLED for n in names)
-    if not arms:
+    if not set(names) & set(POOLED):
         yield ""
         return
     from sglang_hicache_ext.storage_backends.remote.cluster import LocalCluster
 
-    room = POOL_LEAST + round(POOL_SPARE * arms * stored)
+    room = POOL_LEAST + round(POOL_SPARE * stored)
     with LocalCluster(folder, node_bytes=room, lease_ms=POOL_LEASE_MS) as cluster:
         yield cluster.master_address
 

@@ -28,7 +28,8 @@ class LocalExperiment:
 
     Attributes:
         token_bytes: KV bytes per token, for the proof that they came from the device; 0 leaves it out.
-        salt: of the prompts; the rounds of a run use different ones.
+        salt: of the prompts, the same in every round: each restart is cold.
+        expected: what the first arm that computed a case answered.
     """
 
     run: Run
@@ -38,7 +39,7 @@ class LocalExperiment:
     new_tokens: int
     token_bytes: int
     salt: int
-    expected: dict[tuple[str, int], Done] = field(default_factory=dict)
+    expected: dict[str, Done] = field(default_factory=dict)
 
     def execute(self) -> bool:
         """Fill, then measure interleaved. False when the run is void."""
@@ -58,26 +59,26 @@ class LocalExperiment:
         return Progress(len(self.arms) * self.rounds).step
 
     def _fill(self) -> None:
-        """Every prompt of every round once through each storage arm, so that its pages are stored.
+        """Every prompt once into each store; arms of one family share theirs.
 
-        An arm that cannot be filled fails the run; the others are still measured.
+        A store that cannot be filled fails the run; the other arms are still measured.
         """
-        progress = Progress(sum(a.has_storage for a in self.arms))
-        for arm in [a for a in self.arms if a.has_storage]:
-            progress.step(f"filling {arm.name}")
+        families = {a.family: a for a in reversed(self.arms) if a.has_storage}
+        progress = Progress(len(families))
+        for family, arm in families.items():
+            progress.step(f"filling {family}")
             try:
                 self._fill_one(arm)
             except engine_kit().EngineError as exc:
-                self.run.failures.append(f"{arm.name}, filling: {exc}")
-                self.arms = [a for a in self.arms if a is not arm]
+                self.run.failures.append(f"{family}, filling: {exc}")
+                self.arms = [a for a in self.arms if a.family != family]
 
     def _fill_one(self, arm: ServerArm) -> None:
         with arm.serve() as server:
             warm_engine(server)
-            for round_index in range(self.rounds):
-                for point in self.points:
-                    done = measure_point(server.client, point, self.salt, round_index, self.new_tokens)
-                    self.expected.setdefault((point.case, round_index), done)
+            for point in self.points:
+                done = measure_point(server.client, point, self.salt, self.new_tokens)
+                self.expected.setdefault(point.case, done)
             wait_until_written(server)
 
     def _restart_arms(self) -> list[Arm]:
@@ -92,19 +93,19 @@ class LocalExperiment:
             before = server.io_bytes()[0]
             tokens = 0
             for point in self.points:
-                done = measure_point(server.client, point, self.salt, trial.round, self.new_tokens)
+                done = measure_point(server.client, point, self.salt, self.new_tokens)
                 what = f"{arm.name}, {point.case}"
                 require_cold(done, what)
                 if point.callers == 1:
-                    self._compare(point, trial.round, done, what)
+                    self._compare(point, done, what)
                 points[point.case] = as_measurement(point, done)
                 tokens += sum(points[point.case].facts["storage_tokens"])
             device = require_device_reads(server, before, tokens, self.token_bytes) if arm.has_storage else 0
             self.run.effective[arm.name] = server.describe()
         return Measurement(facts={"points": points, "cold_by": how, "bytes_from_device": device})
 
-    def _compare(self, point: Point, round_index: int, done: Done, what: str) -> None:
-        expected = self.expected.setdefault((point.case, round_index), done)
+    def _compare(self, point: Point, done: Done, what: str) -> None:
+        expected = self.expected.setdefault(point.case, done)
         for (want, _), (have, _) in zip(expected, done, strict=True):
             require_same_tokens(want, have, what)
 

@@ -29,11 +29,9 @@ class Point:
     def case(self) -> str:
         return f"{self.tokens} tokens x{self.callers}"
 
-    def prompts(self, salt: int, repeat: int, round_index: int) -> list[list[int]]:
-        """Prompts that no other point, repeat, round or salt shares a page with."""
-        return [
-            self._prompt(f"{salt}/{self.tokens}/{self.callers}/{repeat}/{round_index}/{i}") for i in range(self.callers)
-        ]
+    def prompts(self, salt: int, repeat: int) -> list[list[int]]:
+        """Prompts that no other point, repeat or salt shares a page with."""
+        return [self._prompt(f"{salt}/{self.tokens}/{self.callers}/{repeat}/{i}") for i in range(self.callers)]
 
     def _prompt(self, name: str) -> list[int]:
         generator = random.Random(name)
@@ -46,11 +44,9 @@ def make_points(lengths: Sequence[int], callers: Sequence[int], busy_tokens: int
     return points + [Point(busy_tokens, c, 1) for c in callers if c > 1]
 
 
-def measure_point(
-    client: Client, point: Point, salt: int, round_index: int, new_tokens: int
-) -> list[tuple[list[Answer], float]]:
+def measure_point(client: Client, point: Point, salt: int, new_tokens: int) -> list[tuple[list[Answer], float]]:
     """The point's requests, repeat by repeat."""
-    return [client.generate_all(point.prompts(salt, r, round_index), new_tokens) for r in range(point.repeats)]
+    return [client.generate_all(point.prompts(salt, r), new_tokens) for r in range(point.repeats)]
 
 
 def as_measurement(point: Point, done: Sequence[tuple[Sequence[Answer], float]]) -> Measurement:

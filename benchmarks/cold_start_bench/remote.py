@@ -44,11 +44,11 @@ def measure_server(
             for point in points:
                 salt = time.time_ns()  # prompts that no earlier run can have stored
                 progress.step(f"{point.case}: first contact")
-                first = measure_point(client, point, salt, round_index, new_tokens)
+                first = measure_point(client, point, salt, new_tokens)
                 _record(run, point, "recompute", round_index, first)
                 _flush(client, settle_s)
                 progress.step(f"{point.case}: after the flush")
-                again = measure_point(client, point, salt, round_index, new_tokens)
+                again = measure_point(client, point, salt, new_tokens)
                 require_cold(again, point.case)
                 if point.callers == 1:
                     for (want, _), (have, _) in zip(first, again, strict=True):

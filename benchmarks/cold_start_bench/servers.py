@@ -52,7 +52,7 @@ class ServerArm:
     Attributes:
         name: one of ARMS.
         model: directory of the model; ``kind`` is its kind in the CPU kit.
-        folder: storage and logs of this arm.
+        folder: log of this arm; stores lie beside it, one per family.
         device: "cpu" or "cuda".
         max_tokens: KV pool of the device, in tokens; ``context`` longest request.
         master: address of the Mooncake master, for the arms in POOLED.
@@ -78,8 +78,13 @@ class ServerArm:
         return self.name == "tiered-fresh"
 
     @property
+    def family(self) -> str:
+        """Arms of one family read the same pages: our engines each other's, a fresh node those of its pool."""
+        return "nvme" if self.name in NVME else "tiered" if self.name in POOLED else self.name
+
+    @property
     def store(self) -> Path:
-        return self.folder / "store"
+        return self.folder.parent / ("store-fresh" if self.is_fresh else f"store-{self.family}")
 
     def storage_arguments(self) -> dict[str, Any]:
         """SGLang's arguments for this arm's store."""
@@ -93,7 +98,7 @@ class ServerArm:
         elif self.name in NVME:
             backend, config = "nvme", {**ours, "engine": self.name.removeprefix("nvme-")}
         elif self.name in POOLED:
-            backend, config = "tiered", {**ours, "master": self.master, "namespace": self.name}
+            backend, config = "tiered", {**ours, "master": self.master}
         return dict(kit.storage_arguments(backend, self.layout, {**config, "prefetch_threshold": 256}))
 
     def arguments(self) -> dict[str, Any]:
@@ -120,7 +125,8 @@ class ServerArm:
     def serve(self, limit_s: float = 420.0) -> Iterator[RunningServer]:
         """A fresh server: no GPU cache, no host cache. It is killed at the end, as a crash would."""
         kit = engine_kit()
-        self.store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for made in (self.folder, self.store):
+            made.mkdir(parents=True, exist_ok=True, mode=0o700)
         log = self.folder / "server.log"
         started = kit.Server(
             self.arguments(), self.kind, log, limit_s=limit_s, admin_key=ADMIN_KEY, **self.environment()
@@ -141,9 +147,6 @@ class ServerArm:
         how = drop_page_cache(files)
         require_cold_files(files)
         return how
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)

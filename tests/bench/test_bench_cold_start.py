@@ -175,9 +175,11 @@ def test_a_fresh_node_has_an_empty_drive_and_proves_that_its_pages_came_from_the
         require_device_reads(server, 0, 32 * PAGE_TOKENS, 1 << 40)
 
 
-def test_an_arm_that_cannot_be_filled_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_is_filled_once_and_one_that_cannot_be_filled_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run("bench_cold_start", tmp_path, out=io.StringIO())
-    arms = [ServerArm(n, "m", "tiny", tmp_path / n, "cpu", 8192, 4096) for n in ("nvme-auto", "file")]
+    arms = [ServerArm(n, "m", "tiny", tmp_path / n, "cpu", 8192, 4096) for n in ("nvme-auto", "file", "nvme-posix")]
     filled = []
 
     def fill(self: LocalExperiment, arm: ServerArm) -> None:
@@ -188,7 +190,8 @@ def test_an_arm_that_cannot_be_filled_fails_alone(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(LocalExperiment, "_fill_one", fill)
     experiment = LocalExperiment(run, arms, [], 1, 4, 0, 1)
     experiment._fill()
-    assert filled == ["nvme-auto"] and [a.name for a in experiment.arms] == ["nvme-auto"]
+    assert filled == ["nvme-auto"] and [a.name for a in experiment.arms] == ["nvme-auto", "nvme-posix"]
+    assert arms[0].store == arms[2].store != arms[1].store
     assert run.failures == ["file, filling: did not start"] and run.exit_code == EXIT_FAILED
 
 
@@ -284,10 +287,10 @@ def test_a_server_that_is_not_sglang_is_refused(tmp_path: Path, capsys: pytest.C
 
 def test_no_two_prompts_share_a_page() -> None:
     points = make_points([1024, 2048], [1, 4], 1024, 2)
-    prompts = [p for pt in points for r in range(pt.repeats) for rnd in range(2) for p in pt.prompts(1, r, rnd)]
+    prompts = [p for pt in points for r in range(pt.repeats) for salt in range(2) for p in pt.prompts(salt, r)]
     assert len({tuple(p[:PAGE_TOKENS]) for p in prompts}) == len(prompts)
-    assert prompts == [p for pt in points for r in range(pt.repeats) for rnd in range(2) for p in pt.prompts(1, r, rnd)]
-    assert len(Point(1024, 1).prompts(1, 0, 0)[0]) == 1024 + TAIL_TOKENS
+    assert prompts == [p for pt in points for r in range(pt.repeats) for salt in range(2) for p in pt.prompts(salt, r)]
+    assert len(Point(1024, 1).prompts(1, 0)[0]) == 1024 + TAIL_TOKENS
 
 
 def test_kv_bytes_per_token_come_from_the_config(tmp_path: Path) -> None:
