@@ -113,7 +113,7 @@ class Regions:
     @property
     def is_aligned(self) -> bool:
         """True when every region can be the target of O_DIRECT without a bounce (512-byte memory alignment)."""
-        return not (self.addrs % np.uint64(512)).any() and not (self.sizes % 512).any()
+        return not int(np.bitwise_or.reduce(self.addrs, axis=None)) % 512 and not (self.sizes % 512).any()
 
 
 def check_rows(keys: Sequence[bytes], regions: Regions) -> None:

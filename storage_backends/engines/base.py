@@ -48,8 +48,15 @@ class IoPlan:
         return len(self.files)
 
     @cached_property
+    def has_single_pieces(self) -> bool:
+        """Operation i is memory piece i."""
+        return len(self.iov) == len(self) and bool((np.diff(self.iov_start) == 1).all())
+
+    @cached_property
     def op_bytes(self) -> NDArray[np.int64]:
         """[ops] int64: bytes of each operation."""
+        if self.has_single_pieces:
+            return self.iov[:, 1].astype(np.int64)
         sums = np.concatenate(([0], np.cumsum(self.iov[:, 1].astype(np.int64))))
         return sums[self.iov_start[1:]] - sums[self.iov_start[:-1]]
 

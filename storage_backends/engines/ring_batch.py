@@ -60,31 +60,36 @@ def entries_of(
         user_data: of the first operation; the others count up from it.
     """
     ops = len(plan)
-    first, counts = plan.iov_start[:-1].astype(np.int64), np.diff(plan.iov_start).astype(np.int64)
     entries = np.zeros((ops, 8), np.uint64)
-    if (counts == 1).all():
-        addr, length = plan.iov[first, 0], np.minimum(plan.iov[first, 1], MAX_CALL_BYTES)
-        code = np.full(ops, WRITE if is_write else READ, np.int64)
-        fixed_code = WRITE_FIXED if is_write else READ_FIXED
+    addr, length = plan.iov[:, 0], plan.iov[:, 1]
+    if plan.has_single_pieces:
+        plain, fixed = (WRITE, WRITE_FIXED) if is_write else (READ, READ_FIXED)
+        length = np.minimum(length, MAX_CALL_BYTES)
     else:
+        plain, fixed = (WRITEV, WRITEV_FIXED) if is_write else (READV, READV_FIXED)
+        first, counts = plan.iov_start[:-1].astype(np.int64), np.diff(plan.iov_start).astype(np.int64)
         addr = (plan.iov.ctypes.data + 16 * first).astype(np.uint64)
         length = np.minimum(counts, IOV_MAX).astype(np.uint64)
-        code = np.full(ops, WRITEV if is_write else READV, np.int64)
-        fixed_code = WRITEV_FIXED if is_write else READV_FIXED
-        if not vector_fixed:
-            buffers = None
-    if buffers is not None and (counts > 0).all():
-        low, high = np.minimum.reduceat(buffers, first), np.maximum.reduceat(buffers, first)
-        fixed = (low == high) & (low >= 0)
-        code[fixed] = fixed_code
-        entries[:, 5] = np.where(fixed, low, 0)
-    flags = np.where(files.is_slot, _FIXED_FILE << 8, 0)
-    entries[:, 0] = (code | flags | (files.fd << 32)).astype(np.uint64)
+        buffers = _common_buffers(buffers, first, counts) if vector_fixed else None
+    code: Ops | int = plain
+    if buffers is not None:
+        code = np.where(buffers >= 0, fixed, plain)
+        entries[:, 5] = np.maximum(buffers, 0)
+    code = code | files.is_slot * (_FIXED_FILE << 8) | files.fd << 32
+    entries[:, 0] = code.view(np.uint64)
     entries[:, 1] = plan.offsets
     entries[:, 2] = addr
     entries[:, 3] = length
     entries[:, 4] = np.uint64(user_data) + np.arange(ops, dtype=np.uint64)
     return entries
+
+
+def _common_buffers(buffers: Ops | None, first: Ops, counts: Ops) -> Ops | None:
+    """[ops] the one registered buffer all pieces of an operation lie in, -1 where there is no such."""
+    if buffers is None or not (counts > 0).all():
+        return None
+    low, high = np.minimum.reduceat(buffers, first), np.maximum.reduceat(buffers, first)
+    return np.where(low == high, low, -1)
 
 
 class RingBatch:
@@ -162,11 +167,15 @@ class RingBatch:
     def _wake_after(self, has_work: bool) -> int:
         """Completions worth waking up for: enough to share the cost of a wake-up, few enough to keep the drive fed.
 
-        Near the end, with nothing left to queue and nobody who works on completions, only the last one is.
+        Near the end, with nothing left to queue, only the last one is where nobody works on completions; else fewer
+        and fewer, so that little work is left when the drive has done its own.
         """
-        if not has_work and self._sent == len(self._entries) and not self._again:
-            return self.in_flight
-        return max(1, min(_WAKE_EVERY, self._depth // 4, self.in_flight))
+        most = min(_WAKE_EVERY, self._depth // 4)
+        if self._sent == len(self._entries) and not self._again:
+            if not has_work:
+                return self.in_flight
+            most = min(most, self.in_flight // 2)
+        return max(1, min(most, self.in_flight))
 
     def _top_up(self) -> int:
         """Queue operations up to the depth; how many were queued for the first time."""

@@ -175,6 +175,10 @@ class Table:
         """[rows] buffer index of each memory piece, -1 where it does not lie in one registered buffer."""
         if not len(self.starts):
             return np.full(len(iov), -1, np.int64)
+        if len(self.starts) == 1 and len(iov):  # the host pool alone: no search
+            ends = iov[:, 0] + iov[:, 1]
+            if iov[:, 0].min() >= self.starts[0] and ends.max() <= self.ends[0]:
+                return np.full(len(iov), self.slots[0])
         piece = np.searchsorted(self.starts, iov[:, 0], side="right") - 1
         inside = (piece >= 0) & (iov[:, 0] + iov[:, 1] <= self.ends[piece])
         return np.where(inside, self.slots[piece], -1)

@@ -40,6 +40,10 @@ class State(IntEnum):
     SEALED = 2
 
 
+_STATES = tuple(State)
+"""A member by its value: rows are read by the thousand."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One row of the ``segments`` table. ``live`` counts index entries that point into it."""
@@ -115,7 +119,9 @@ def _segment(number: int, raw: bytes) -> Segment:
     if len(raw) != _ROW.size:
         raise lmdb.CorruptedError("segment row of another length")
     state, generation, nonce, sequence, live = _ROW.unpack(raw)
-    return Segment(number, State(state), generation, nonce, sequence, live)
+    if state >= len(_STATES):
+        raise lmdb.CorruptedError(f"segment row of state {state}")
+    return Segment(number, _STATES[state], generation, nonce, sequence, live)
 
 
 class OpenSegment:

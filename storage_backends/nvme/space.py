@@ -53,10 +53,16 @@ class Space:
     """
 
     def __init__(
-        self, layout: Layout, files: SegmentFiles, metrics: Metrics, reclaim: Callable[[int, bool], bool]
-    ) -> None:
-        """``reclaim(directory, may_reinsert)`` frees one segment, False when none can be."""
+        self, layout: Layout, files: SegmentFiles, metrics: Metrics, reclaim: Callable[[int, bool], bool], *,
+        moves: bool,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            reclaim: ``reclaim(directory, may_reinsert)`` frees one segment, False when none can be.
+            moves: a reclaim may move pages into the open segment.
+        """
         self._layout, self._files, self._metrics, self._reclaim = layout, files, metrics, reclaim
+        self._moves = moves
         self._directories = [_Directory() for _ in layout.roots]
         self._background = concurrent.futures.ThreadPoolExecutor(1, "hicache-reclaim")
         self._turn = 0
@@ -103,7 +109,7 @@ class Space:
 
     def _kept_for_moves(self, place: _Directory) -> int:
         """Bytes of the open segment that new pages leave to the pages a running reclaim may still move."""
-        if place.reclaim is None or place.reclaim.done():
+        if not self._moves or place.reclaim is None or place.reclaim.done():
             return 0
         return max(0, self._layout.segment_bytes // 2 - place.moved)
 

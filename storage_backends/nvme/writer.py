@@ -30,6 +30,7 @@ from sglang_hicache_ext.storage_backends.nvme.writes import (
     WRITE_ERROR,
     Batch,
     WriteCall,
+    encode_tables,
     write_tables,
 )
 from sglang_hicache_ext.storage_backends.record import (
@@ -198,13 +199,18 @@ class Writer:
         )
         positions = rows.tolist()
         digest = PageDigests(call.ns_id, [call.keys[r] for r in positions], merged).digest
+        is_last = part.stop >= len(batch.rows)
+        left = len(positions)
 
         def hash_pages(ops: NDArray[np.int64]) -> None:
+            nonlocal left
             for page in pages_of(ops, pages.first):
                 call.digests[positions[page]] = digest(page)
+                left -= 1
+            if is_last and not left:  # the device still works on the last pages
+                batch.tables = encode_tables(call, batch)
 
-        left = max(0.0, call.deadline - time.monotonic())
-        result = batch.lane.engine.write(pages.plan, left, hash_pages)
+        result = batch.lane.engine.write(pages.plan, max(0.0, call.deadline - time.monotonic()), hash_pages)
         self._metrics.add("device_writes", len(pages.plan))
         late = self._settle(call, rows, pages.first, result.res, pages.plan.op_bytes)
         if result.drain is not None:

@@ -50,9 +50,19 @@ class Batch:
     segments: NDArray[np.int64]
     blocks: NDArray[np.int64]
     drain: Drain | None = None
+    tables: Tables | None = None
 
 
-def write_tables(call: WriteCall, batch: Batch, handles: dict[int, int], metrics: Metrics) -> None:
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The encoded tables of a batch's extents, one behind the other in ``memory``."""
+
+    memory: mmap.mmap
+    iov: NDArray[np.uint64]
+    pages: int
+
+
+def encode_tables(call: WriteCall, batch: Batch) -> Tables:
     """Head every extent; pages that failed are left out, an extent without pages still says where the next is."""
     total = sum(table_bytes(len(e.rows)) for e in batch.extents)
     memory = mmap.mmap(-1, total)
@@ -65,13 +75,21 @@ def write_tables(call: WriteCall, batch: Batch, handles: dict[int, int], metrics
         _fill_table(call, extent, blocks, view[at : at + size])
         iov.append((base + at, size))
         at, position = at + size, position + len(extent.rows)
+    return Tables(memory, np.asarray(iov, np.uint64), int((call.codes[batch.rows] == UNDECIDED).sum()))
+
+
+def write_tables(call: WriteCall, batch: Batch, handles: dict[int, int], metrics: Metrics) -> None:
+    """Write the batch's tables; encodes them unless that was done while its pages were on their way, and all went well."""
+    tables = batch.tables
+    if tables is None or tables.pages != int((call.codes[batch.rows] == UNDECIDED).sum()):
+        tables = encode_tables(call, batch)
     n = len(batch.extents)
     plan = IoPlan(
         np.asarray([handles[e.owner.segment.number] for e in batch.extents], np.int32),
         np.asarray([e.offset for e in batch.extents], np.int64),
         np.arange(n + 1, dtype=np.int32),
-        np.asarray(iov, np.uint64),
-        memory,
+        tables.iov,
+        tables.memory,
     )
     result = batch.lane.engine.write(plan, max(0.0, call.deadline - time.monotonic()))
     if result.drain is not None:
