@@ -140,7 +140,7 @@ class NvmeStore:
             layout, self._files, self._index, self._heat, self._clock, metrics, point,
             mover.move if config.reinsert else None,
         )  # fmt: skip
-        self._space = Space(layout, self._files, metrics, self._reclaim.free_one)
+        self._space = Space(layout, self._files, metrics, self._reclaim.free_one, moves=config.reinsert)
         self._writer = Writer(
             self._index, self._space, self._lanes, self._bounce, metrics,
             sync=config.durability == "device", point=point, index_full=self._make_index_room,
