@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_hicache_ext.errors import ConfigError
 
 PAGE_SPACE = "page"
@@ -74,10 +77,25 @@ class Geometry:
         """Steps of a forward, draft layers and the last step included."""
         return 1 + max(b.layer for b in self.buffers)
 
+    def items(self, space: str) -> int:
+        """Item ids of ``space`` that every buffer of it has; 0 for a space without buffers."""
+        return items_of(self.buffers, space)
+
     def words(self) -> dict[str, Any]:
         """JSON-ready, without addresses."""
         rows = [[b.name, b.layer, b.item_bytes, b.items, b.space] for b in self.buffers]
         return {"facts": dict(sorted(self.facts.items())), "buffers": rows}
+
+
+def misplaced(space: str, items: NDArray[np.int64], limit: int, whose: str = "this side") -> str:
+    """Say which ids are outside [0, limit); "" when none is."""
+    if not len(items) or (int(items.min()) >= 0 and int(items.max()) < limit):
+        return ""
+    return f"{space} ids from {int(items.min())} to {int(items.max())}, {whose} has {limit}"
+
+
+def items_of(buffers: Sequence[LayerBuffer], space: str) -> int:
+    return min((b.items for b in buffers if b.space == space), default=0)
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:

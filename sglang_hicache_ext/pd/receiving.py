@@ -30,7 +30,7 @@ class Landing:
 
     Attributes:
         landed: [page layers, pages] bool, one row per layer that has page buffers.
-        is_gone: its sender does not live any more; ``drained_s`` seconds of own progress have passed since.
+        drained_s: seconds of own progress since its sender's proven end.
     """
 
     reservation: Reservation
@@ -44,10 +44,8 @@ class Landing:
     is_settled: bool = False
     is_released: bool = False
     is_published: bool = False
-    is_gone: bool = False
     drained_s: float = 0.0
     ask_at: float = 0.0
-    announced: bool = True
     status: LoadStatus = field(default=LoadStatus(LoadState.RESERVED, "", False, 0))
 
     @property
@@ -90,11 +88,11 @@ class Receiver:
     def quarantined_pages(self) -> int:
         return sum(load.quarantined_pages for load in self.loads)
 
-    def add(self, reservation: Reservation, peer: str, deadline: float, *, announced: bool) -> Landing:
+    def add(self, reservation: Reservation, peer: str, deadline: float) -> Landing:
         """Expect the pages of ``reservation``; before the peer can know of it."""
         landed = np.zeros((len(self._row), len(reservation.pages)), np.bool_)
         has_extra = bool(self._planner.extra_spaces) and any(len(v) for v in reservation.extra.values())
-        load = Landing(reservation, peer, deadline, landed, has_extra, announced=announced, missing=landed.size)
+        load = Landing(reservation, peer, deadline, landed, has_extra, missing=landed.size)
         if not load.missing and not has_extra:
             load.state, load.is_settled = LoadState.COMPLETE, True
             load.status = LoadStatus(LoadState.COMPLETE, "", True, len(reservation.pages))

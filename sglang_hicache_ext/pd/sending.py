@@ -14,6 +14,7 @@ import numpy as np
 
 from sglang_hicache_ext.errors import StoreError
 from sglang_hicache_ext.metrics import Metrics
+from sglang_hicache_ext.pd.geometry import PAGE_SPACE, misplaced
 from sglang_hicache_ext.pd.groups import Group, GroupPlanner
 from sglang_hicache_ext.pd.hooks import Chunk, Ready, Reservation, SendState, SendStatus, TransferKey
 from sglang_hicache_ext.pd.settings import PdSettings
@@ -24,6 +25,8 @@ WINDOW = 4
 """Groups in flight to one peer: enough to keep a link busy, few enough that they end one after the other."""
 TOMBSTONES = 4096
 """Epochs aborted before their reservation came, remembered per peer."""
+
+OPEN = SendStatus(SendState.OPEN, "", False)
 
 Tell = Callable[[TransferKey, SendState, str], None]
 
@@ -36,6 +39,7 @@ class ChunkSend:
         groups: of its pages, in layer order; posted from the front.
         saved: layer -> the event after which it is written.
         rest: event after which every layer is written; valid once ``is_finished``.
+        is_done: every group of it is in place. The only field that other threads read.
     """
 
     chunk: Chunk
@@ -46,6 +50,8 @@ class ChunkSend:
     rest: Ready | None = None
     posted: int = 0
     extra_posted: bool = False
+    in_flight: int = 0
+    is_done: bool = False
 
     @property
     def is_posted(self) -> bool:
@@ -71,6 +77,7 @@ class ChunkSend:
 class Posted:
     """A write in flight and what is announced with it."""
 
+    item: ChunkSend
     write: Write
     note: bytes
     announced: AbstractContextManager[None]
@@ -79,7 +86,7 @@ class Posted:
 
 @dataclass(slots=True, eq=False)
 class Send:
-    """All chunks of one reservation."""
+    """All chunks of one reservation. Other threads read ``reservation`` and ``shown`` only."""
 
     reservation: Reservation
     state: SendState = SendState.OPEN
@@ -91,6 +98,7 @@ class Send:
     is_told: bool = False
     is_forgotten: bool = False
     asked: bool = False
+    shown: SendStatus = OPEN
 
     @property
     def key(self) -> TransferKey:
@@ -106,10 +114,6 @@ class Send:
         """No byte of it can reach the peer's pages any more."""
         return self.state is not SendState.OPEN and not self.posted
 
-    @property
-    def status(self) -> SendStatus:
-        return SendStatus(self.state, self.reason, self.is_settled)
-
 
 class Sender:
     """The sends of one endpoint.
@@ -118,16 +122,22 @@ class Sender:
         tell: called once per send that ended otherwise than SENT, when no byte of it can move any more.
         pass_note: hands a note to the peer where the driver carries none; None where it does.
         announce: context of a transfer of so many bytes (the arbiter's ``pd``).
+        changed: called after what other threads see has changed.
+        broken: called with a peer to which a write failed; the path to it is of no use any more.
     """
 
     def __init__(
         self, planner: GroupPlanner, transport: Transport, settings: PdSettings, metrics: Metrics, tell: Tell,
         pass_note: Callable[[str, bytes], None] | None = None,
         announce: Callable[[int], AbstractContextManager[None]] = lambda nbytes: nullcontext(),
+        changed: Callable[[], None] = lambda: None,
+        broken: Callable[[str], None] = lambda peer: None,
     ) -> None:  # fmt: skip
         self._planner, self._transport, self._settings = planner, transport, settings
         self._metrics, self._tell, self._pass_note, self._announce = metrics, tell, pass_note, announce
+        self._changed, self._broken = changed, broken
         self.sends: dict[TransferKey, Send] = {}
+        self.rooms: dict[int, dict[str, Reservation]] = {}
         self._tombs: dict[str, OrderedDict[int, None]] = {}
         self._forgotten_to: dict[str, int] = {}
         self._gone: set[str] = set()
@@ -155,6 +165,8 @@ class Sender:
             self._tell(reservation.key, SendState.ABORTED, why)
         if not why:
             self.sends[reservation.key] = Send(reservation)
+            self.rooms.setdefault(reservation.key.room, {})[reservation.key.peer] = reservation
+            self._changed()
         return not why
 
     def start(self, chunk: Chunk, deadline: float, *, layered: bool) -> ChunkSend | None:
@@ -176,6 +188,10 @@ class Sender:
 
     def _misfit(self, send: Send, chunk: Chunk) -> str:
         wanted = len(send.reservation.pages)
+        for space, items in ((PAGE_SPACE, chunk.pages), *chunk.extra.items()):
+            why = misplaced(space, items, self._planner.geometry.items(space), "the prefill side")
+            if why:
+                return why
         if chunk.first < 0 or chunk.first + len(chunk.pages) > wanted:
             return f"pages {chunk.first} to {chunk.first + len(chunk.pages)} of {wanted} reserved"
         if send.has_last and chunk.is_last:
@@ -206,6 +222,10 @@ class Sender:
         for send in list(self.sends.values()):
             if send.key.peer == peer and send.state is SendState.OPEN:
                 self._end(send, SendState.FAILED, reason)
+
+    def has_posted(self, peer: str) -> bool:
+        """Whether a write to ``peer`` is in flight."""
+        return any(send.posted for send in self.sends.values() if send.key.peer == peer)
 
     def gone(self, peer: str) -> None:
         """``peer`` does not live any more: nothing of it needs to be kept."""
@@ -254,12 +274,17 @@ class Sender:
                 self._pass_note(send.key.peer, item.note)
             if state is not WriteState.DONE and send.state is SendState.OPEN:
                 self._end(send, SendState.FAILED, "a write to the decode side failed")
+                self._broken(send.key.peer)
             if state is WriteState.LOST and send.key.peer not in self._gone:
                 item.is_lost = True
                 continue
             item.announced.__exit__(None, None, None)
             item.write.release()
             send.posted.remove(item)
+            item.item.in_flight -= 1
+            if state is WriteState.DONE and item.item.is_posted and not item.item.in_flight:
+                item.item.is_done = True
+                self._changed()
 
     def _post_ready(self, send: Send, in_flight: dict[str, int]) -> None:
         peer = send.key.peer
@@ -278,6 +303,8 @@ class Sender:
                 if not self._post(send, item, item.extra, NoteKind.EXTRA):
                     return
                 item.extra_posted = True
+            if item.is_posted and not item.in_flight:
+                item.is_done = True  # a last chunk of no pages and no extra items
         send.chunks = [c for c in send.chunks if not c.is_posted]
 
     def _post(self, send: Send, item: ChunkSend, group: Group, kind: NoteKind) -> bool:
@@ -293,8 +320,10 @@ class Sender:
         except StoreError as e:
             announced.__exit__(None, None, None)
             self._end(send, SendState.FAILED, str(e))
+            self._broken(key.peer)
             return False
-        send.posted.append(Posted(write, note, announced))
+        send.posted.append(Posted(item, write, note, announced))
+        item.in_flight += 1
         self._metrics.add("pd_groups_sent")
         self._metrics.add("pd_bytes_sent", nbytes)
         return True
@@ -316,13 +345,19 @@ class Sender:
     def _end(self, send: Send, state: SendState, reason: str) -> None:
         send.state, send.reason = state, reason
         send.chunks.clear()
+        self._leave_room(send)
         self._metrics.add(f"pd_send_{state}")
 
     def _conclude(self, send: Send) -> None:
         if send.state is SendState.OPEN:
             if send.has_last and not send.chunks and not send.posted:
                 self._end(send, SendState.SENT, "")
-            return
+            else:
+                return
+        shown = SendStatus(send.state, send.reason, send.is_settled)
+        if shown != send.shown:
+            send.shown = shown
+            self._changed()
         if not send.is_quiet:
             return
         if not send.is_told and (send.asked or send.state is not SendState.SENT):
@@ -332,3 +367,11 @@ class Sender:
             if send.key.peer not in self._gone:
                 self._bury(send.key)
             del self.sends[send.key]
+            self._leave_room(send)
+
+    def _leave_room(self, send: Send) -> None:
+        room = self.rooms.get(send.key.room, {})
+        if room.get(send.key.peer) is send.reservation:
+            room.pop(send.key.peer)
+            if not room:
+                self.rooms.pop(send.key.room, None)
