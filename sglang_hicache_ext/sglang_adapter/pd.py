@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 NAME = "hicache_ext"
 VARIABLE = "HICACHE_EXT_PD"
 _UTILS = "sglang.srt.disaggregation.utils"
+_STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state"
 _ROLES = (
     ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", "join_prefill"),
     ("sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager", "join_decode"),
@@ -49,6 +50,7 @@ def install() -> None:
     if "sglang.srt.managers.scheduler" in sys.modules:
         for target, function in _ROLES:
             HookRegistry.register(target, _joined_by(function), HookType.AFTER)
+        HookRegistry.register(_STATE, _add_state, HookType.AFTER)
     _installed = True
 
 
@@ -77,6 +79,13 @@ def _joined_by(function: str) -> Callable[..., None]:
             getattr(pd_join, function)(manager, queue)
 
     return after
+
+
+def _add_state(result: Any, *_: Any, **__: Any) -> None:
+    """Show the state of the transfers where SGLang shows its own (``/server_info``)."""
+    module = sys.modules.get("sglang_hicache_ext.sglang_adapter.pd_classes")
+    for manager in list(module.LIVE) if module is not None else ():
+        result.internal_state["hicache_ext_pd"] = manager.describe()
 
 
 def read_settings(storage_extra: Any = None) -> PdSettings:

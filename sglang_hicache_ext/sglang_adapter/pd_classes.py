@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -27,6 +29,7 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_hicache_ext.errors import ConfigError
+from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.pd.decode import DecodeEndpoint
 from sglang_hicache_ext.pd.drivers import make_transport
 from sglang_hicache_ext.pd.geometry import PAGE_SPACE, Geometry
@@ -40,6 +43,9 @@ from sglang_hicache_ext.sglang_adapter.pd_send import EventReady, SendSide
 logger = logging.getLogger(__name__)
 
 SWEEP_MS = 1000
+LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Managers of this process, for ``/server_info``."""
+ENDED = (LoadState.FAILED, LoadState.TIMED_OUT, LoadState.ABORTED)
 
 
 class HiCacheExtKVManager(CommonKVManager):  # type: ignore[misc]
@@ -55,6 +61,7 @@ class HiCacheExtKVManager(CommonKVManager):  # type: ignore[misc]
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         self.settings = read_settings(getattr(server_args, "hicache_storage_backend_extra_config", None))
+        self.metrics = Metrics()
         self.sending: SendSide | None = None
         self.loading: LoadSide | None = None
         self.refusals: dict[str, str] = {}
@@ -63,6 +70,7 @@ class HiCacheExtKVManager(CommonKVManager):  # type: ignore[misc]
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.enable_deferred_decode_kv_release = True  # a page that may still be written is never free
         self._refuse_topologies()
+        LIVE.add(self)
 
     def _refuse_topologies(self) -> None:
         wide = {
@@ -80,15 +88,15 @@ class HiCacheExtKVManager(CommonKVManager):  # type: ignore[misc]
 
     def join(self, geometry: Geometry) -> None:
         """Register the memory, start to listen, and tell the bootstrap server."""
-        transport = make_transport(self.settings)
+        transport = make_transport(self.settings, self.local_ip)
         spaces = frozenset(b.space for b in geometry.buffers) - {PAGE_SPACE}
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            prefill = PrefillEndpoint(geometry, transport, self.settings, host=self.local_ip)
+            prefill = PrefillEndpoint(geometry, transport, self.settings, host=self.local_ip, metrics=self.metrics)
             self.sending = SendSide(self, prefill, spaces)
             threading.Thread(target=self._listen_prefill, name="hicache-ext-pd-rooms", daemon=True).start()
             self.register_to_bootstrap()
         else:
-            decode = DecodeEndpoint(geometry, transport, self.settings, host=self.local_ip)
+            decode = DecodeEndpoint(geometry, transport, self.settings, host=self.local_ip, metrics=self.metrics)
             self.loading = LoadSide(self, decode, spaces)
             threading.Thread(target=self._listen_decode, name="hicache-ext-pd-status", daemon=True).start()
             self._start_heartbeat_checker_thread()
@@ -102,6 +110,18 @@ class HiCacheExtKVManager(CommonKVManager):  # type: ignore[misc]
         if self.sending is not None:
             payload = {**payload, pd_bootstrap.FIELD: {"address": self.sending.endpoint.address}}
         super()._register_topology_row(url, payload)
+
+    def describe(self) -> dict[str, Any]:
+        """State and counters, JSON-ready."""
+        side = self.sending or self.loading
+        if side is None:
+            return {}
+        return {
+            "role": self.disaggregation_mode.value,
+            "transport": self.settings.transport,
+            "counters": dict(self.metrics.snapshot().counters),
+            **side.describe(),
+        }
 
     # ------------------------------------------------------------------------------------- prefill
 
@@ -256,7 +276,10 @@ class HiCacheExtKVReceiver(CommonKVReceiver):  # type: ignore[misc]
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.load: Load | None = None
         self.connections: list[Future[str]] = []
+        self.rest: list[Load] = []
         self.is_promise = False
+        self.promised_at = 0.0
+        self.attempts = 0
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -311,15 +334,18 @@ class HiCacheExtKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         return KVPoll.WaitingForInput
 
     def _poll_load(self, load: Load) -> Any:
-        status = load.status()
+        loads = [load, *self.rest]
+        found = [each.status() for each in loads]
+        bad = next((s for s in found if s.state in ENDED), None)
         if self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Failed:
             self.conclude_state = KVPoll.Failed
-        elif status.state is LoadState.COMPLETE:
-            load.publish()
+        elif bad is not None:
+            self._fail(f"transfer {bad.state}: {bad.reason}")
+        elif not self.is_promise and all(s.state is LoadState.COMPLETE for s in found):
+            for each in loads:
+                each.publish()
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
             self.conclude_state = KVPoll.Success
-        elif status.state in (LoadState.FAILED, LoadState.TIMED_OUT, LoadState.ABORTED):
-            self._fail(f"transfer {status.state}: {status.reason}")
         return self.conclude_state if self.conclude_state is not None else KVPoll.Transferring
 
     def send_metadata(
@@ -348,8 +374,26 @@ class HiCacheExtKVReceiver(CommonKVReceiver):  # type: ignore[misc]
         )
         for info in self.bootstrap_infos:
             reservation = None if info["is_dummy"] else self.load.reservation
-            self._tell(info, self._announced(reservation, decode_prefix_len or 0))
-        self.init_time = _now()
+            self._tell(info, pd_wire.room_message(self._announced(reservation, decode_prefix_len or 0)))
+        self.init_time = time.time()
+
+    def ask_for_rest(self, start: int, pages: Any) -> None:
+        """Give back the promise of the tokens from ``start`` on: prefill fills ``pages`` too."""
+        assert self.load is not None
+        peer = self.connections[0].result(timeout=0)
+        load = self.kv_mgr.loading.start(peer, self.bootstrap_room | pd_wire.REST, pages, self.kv_mgr.waiting_timeout)
+        self.rest.append(load)
+        for info in self.bootstrap_infos:
+            if not info["is_dummy"]:
+                self._tell(info, pd_wire.room_message(self._announced(load.reservation, start)))
+
+    def tell_kept(self) -> None:
+        """Every promised token is at hand, or asked for: prefill need not hold the request for it any more."""
+        self.is_promise = False
+        source = (self.kv_mgr.local_ip, self.kv_mgr.rank_port)
+        for info in self.bootstrap_infos:
+            if not info["is_dummy"]:
+                self._tell(info, pd_wire.kept_message(self.bootstrap_room, source))
 
     def _announced(self, reservation: Any, prefix: int) -> pd_wire.Announced:
         manager = self.kv_mgr
@@ -358,17 +402,14 @@ class HiCacheExtKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             self.is_promise and reservation is not None, reservation,
         )  # fmt: skip
 
-    def _tell(self, info: dict[str, Any], announced: pd_wire.Announced) -> bool:
-        return bool(
-            self._send_bootstrap_message(
-                bootstrap_info=info, message=pd_wire.room_message(announced), operation="send_metadata"
-            )
-        )
+    def _tell(self, info: dict[str, Any], message: list[bytes]) -> None:
+        if not self._send_bootstrap_message(bootstrap_info=info, message=message, operation="send_metadata"):
+            self.invalidate_cached_bootstrap_infos()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """Once per receiver: the load ends, its pages drain, and prefill hears of it."""
-        if self.load is not None:
-            self.kv_mgr.loading.give_up(self.bootstrap_room, self.load)
+        for load in [self.load, *self.rest] if self.load is not None else []:
+            self.kv_mgr.loading.give_up(self.bootstrap_room, load)
         for info in self.bootstrap_infos:
             try:
                 sock, lock = self._connect_to_bootstrap_server(info)
@@ -386,12 +427,6 @@ class HiCacheExtKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             self._fail(reason or f"decode {here} got no answer from the bootstrap server {self.bootstrap_addr} of the prefill"
                                  " side: is that server up, and the port the one of its --disaggregation-bootstrap-port?")  # fmt: skip
         super().abort()
-
-
-def _now() -> float:
-    import time
-
-    return time.time()
 
 
 CLASSES = {

@@ -9,8 +9,12 @@ from typing import Any
 from sglang_hicache_ext.pd.groups import GroupPlanner
 from sglang_hicache_ext.sglang_adapter import pd_geometry
 from sglang_hicache_ext.sglang_adapter.pd_layers import LayeredForwards
+from sglang_hicache_ext.sglang_adapter.pd_promise import Promises
 
 logger = logging.getLogger(__name__)
+
+PROMISE_S = 20.0
+"""Seconds a decode node's load from L3 may take before prefill sends what it was to bring."""
 
 
 def join_prefill(manager: Any, queue: Any) -> None:
@@ -57,6 +61,10 @@ def join_decode(manager: Any, queue: Any) -> None:
     # SGLang frees the pages of a failed transfer after a time, whoever may still write to them. Here they wait for proof.
     transfers.enable_deferred_kv_release = True
     transfers.deferred_kv_release_timeout = math.inf
+    if queue.scheduler.enable_decode_hicache:
+        fixed = Promises(queue, manager, PROMISE_S).attach()
+        if fixed:
+            logger.info("sglang-hicache-ext PD: a prefix that cannot be loaded fails its request: %s", fixed)
 
 
 def _join(manager: Any, queue: Any) -> None:

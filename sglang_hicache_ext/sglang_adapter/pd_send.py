@@ -40,6 +40,8 @@ class Layered(Protocol):
 
     def forget(self, room: int) -> None: ...
 
+    def describe(self) -> dict[str, int]: ...
+
 
 @dataclass
 class _Room:
@@ -218,11 +220,10 @@ class SendSide:
             extra = {space: np.empty(0, np.int64) for space in self._spaces}
             self.endpoint.start_save_kv([Chunk(found.key, 0, pages, True, extra)], layered=False).finish()
             record.keys.append(found.key)
-            self.kept(room, found.source)
 
     def _promises_kept(self, room: int, record: _Room) -> bool:
         with self._lock:
-            open_promises = bool(self._promised.get(room))
+            open_promises = bool(self._promised.get(room) or self._withdrawn.get(room))
         if open_promises and time.monotonic() > record.promises_due:
             self._fail(room, "the decode side never said whether the prefix it promised was loaded")
         return not open_promises
@@ -236,6 +237,11 @@ class SendSide:
         for found in list(self._manager.transfer_infos.get(room, {}).values()):
             if found.key is not None:
                 self.endpoint.abort(found.key, reason)
+
+    def describe(self) -> dict[str, Any]:
+        with self._lock:
+            open_rooms = {"rooms": len(self._rooms), "promised_rooms": sum(map(bool, self._promised.values()))}
+        return {**open_rooms, **(self.layered.describe() if self.layered is not None else {})}
 
     def release(self, room: int) -> None:
         """The sender is through with the room."""
