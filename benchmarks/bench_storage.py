@@ -78,7 +78,7 @@ def _plan(args: Namespace, path: str) -> Plan:
 
 
 def _require_space(path: str, plan: Plan, args: Namespace, parts: Sequence[str]) -> None:
-    per_arm = max(plan.bytes_for(s) for s in plan.sizes) * 3 + 512 * MIB
+    per_arm = max(plan.bytes_for(s) for s in plan.sizes) * 3 + 1024 * MIB
     wanted = per_arm * len(plan.arms) if "bandwidth" in parts else 0
     if "index" in parts:
         wanted = max(wanted, int(args.index_pages * 16 * KIB * 1.1) + GIB)

@@ -103,6 +103,8 @@ def _open_all(run: Run, plan: Plan, folder: str, arena: Arena, case: Case) -> li
             contestant = maker()
             if case.direction == "read":
                 Bench(contestant, case, arena, plan.path, Callers(1)).fill()
+            elif isinstance(contestant, Ours) and not plan.is_smoke:
+                contestant.use_up(case.page_bytes)
             opened.append(contestant)
         except Unavailable as exc:
             if not any(n.startswith(f"{name} is not measured") for n in run.notes):
@@ -112,7 +114,7 @@ def _open_all(run: Run, plan: Plan, folder: str, arena: Arena, case: Case) -> li
 
 def _maker(name: str, directory: str, arena: Arena, case: Case) -> Callable[[], Contestant] | None:
     os.makedirs(os.path.dirname(directory), mode=0o700, exist_ok=True)
-    capacity = 2 * case.sample_bytes + 512 * MIB
+    capacity = 2 * case.sample_bytes + 1024 * MIB
     if name == "ours-nosum":
         return lambda: WithoutHashing(directory, arena, "io_uring", capacity)
     if name in OURS:

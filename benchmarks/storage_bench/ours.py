@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from harness import Arena
+import numpy as np
+from harness import Arena, page_keys
 
 from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.errors import CapabilityError
@@ -14,10 +15,12 @@ from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.outcome import Outcome
 from sglang_hicache_ext.ports import PageStore
 from sglang_hicache_ext.storage_backends.record import DIGEST_BYTES, PageDigests
-from storage_bench.shape import DEPTH, GIB, Batch, Unavailable
+from storage_bench.shape import BATCH_PAGES, DEPTH, GIB, Batch, Unavailable, batches
 
 ENGINES = ("io_uring", "posix", "kvikio", "aiofiles")
 CALL_DEADLINE_S = 60.0
+SEGMENT = 128 << 20
+"""Bytes. A store of 8 GiB chooses this by itself, a larger one more; the small ones made here would choose less."""
 
 
 class Ours:
@@ -38,6 +41,7 @@ class Ours:
         self._directory, self._arena = directory, arena
         self.requested = {
             "path": directory, "engine": engine, "capacity": capacity, "io_depth": DEPTH, "reinsert": False,
+            "segment": SEGMENT if capacity >= 8 * SEGMENT else 0,
         }  # fmt: skip
         try:
             self._store: PageStore = open_store(HiCacheExtConfig.parse(self.requested))
@@ -63,6 +67,14 @@ class Ours:
 
     def count_present(self, batch: Batch) -> int:
         return self._store.hit_pages(self._ns, batch.keys)
+
+    def use_up(self, page_bytes: int) -> None:
+        """Write until every segment has been used once: what is measured then is how a full store writes."""
+        described = self._store.describe()
+        left = described["max_segments"] * described["segment_bytes"]
+        rows = np.arange(min(BATCH_PAGES, self._arena.array.nbytes // page_bytes))
+        for turn in range(-(-left // (len(rows) * page_bytes))):
+            self.write(next(batches(page_keys(len(rows), f"use up {turn}"), rows)))
 
     def forget(self) -> None:
         """Nothing: a full store reuses its oldest segment, which is part of what a write costs."""

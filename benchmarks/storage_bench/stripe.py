@@ -50,8 +50,9 @@ class Striped:
             raise RuntimeError("a page was not stored")
 
     def read(self, trial: Trial) -> Measurement:
-        order = trial.rng.permutation(len(self._keys))
-        keys = [self._keys[int(i)] for i in order]
+        """Prefixes come back in the order they were written in; which of them comes first is random."""
+        starts = trial.rng.permutation(range(0, len(self._keys), BATCH_PAGES))
+        keys = [key for start in starts for key in self._keys[start : start + BATCH_PAGES]]
         self._arena.blank()
         found = self._timed(self._loaded, keys)
         self._arena.require(keys, what="a striped read")
