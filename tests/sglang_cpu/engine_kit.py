@@ -18,7 +18,7 @@ PAGE_TOKENS = 64
 LIMIT_S = 900
 """Seconds for one run; generous, because a busy machine takes minutes for what an idle one does in thirty seconds."""
 
-PACKAGES = {"tiny": "llama", "big": "llama", "mla": "mla", "swa": "swa"}
+PACKAGES = {"tiny": "llama", "big": "llama", "wide": "llama", "mla": "mla", "swa": "swa"}
 """Kind of model (models.py) -> package with its one implementation."""
 
 

@@ -1,6 +1,6 @@
 """Random models with a byte-level tokenizer, written without any download.
 
-python models.py KIND DIR      KIND: tiny | big | mla | swa
+python models.py KIND DIR      KIND: tiny | big | wide | mla | swa
 """
 
 import json
@@ -28,7 +28,17 @@ LLAMA = {
         "num_key_value_heads": 4,
         "head_dim": 64,
     },
+    "wide": {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+    },
 }
+"""tiny: seconds. big: its prefill takes long enough to be worth a cache. wide: the KV bytes of an 8 B model (128 KiB a
+token), next to no arithmetic: what a transfer looks like beside a GPU's prefill."""
 COMMON = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 8192,

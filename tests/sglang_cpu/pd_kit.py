@@ -24,15 +24,14 @@ ENVIRONMENT = {
 
 
 def base_arguments(model, **more):
-    return engine_kit.engine_arguments(
-        model,
-        page_size=PAGE_TOKENS,
-        max_total_tokens=4096,
-        context_length=2048,
-        chunked_prefill_size=256,
-        max_running_requests=8,
-        **more,
-    )
+    usual = {
+        "page_size": PAGE_TOKENS,
+        "max_total_tokens": 4096,
+        "context_length": 2048,
+        "chunked_prefill_size": 256,
+        "max_running_requests": 8,
+    }
+    return engine_kit.engine_arguments(model, **{**usual, **more})
 
 
 class Pair:
@@ -147,6 +146,15 @@ class Pair:
             yield
         finally:
             self.signal_scheduler(role, signal.SIGCONT)
+
+    def freeze(self):
+        """Stop every process of both servers: an idle scheduler would use a whole core."""
+        for server in self.servers.values():
+            os.killpg(server._child.pid, signal.SIGSTOP)
+
+    def thaw(self):
+        for server in self.servers.values():
+            os.killpg(server._child.pid, signal.SIGCONT)
 
     def log(self, role):
         return (self._folder / f"{role}.log").read_text(errors="replace")

@@ -174,14 +174,58 @@ def patch_mamba(module):
 
 
 def patch_torch_native(module):
-    """Read sliding-window layers at the slots they were written to.
+    """Read sliding-window layers at the slots they were written to, and compute no attention of a cached prefix.
 
-    The backend writes them at translated slots and reads them at untranslated ones.
-    Source: sglang 0.5.23 srt/layers/attention/torch_native_backend.py:311-319, 379-387.
+    The backend writes windows at translated slots and reads them at untranslated ones; and it fills the queries up with
+    one for every cached token, whose results it throws away.
+    Source: sglang 0.5.23 srt/layers/attention/torch_native_backend.py:311-319, 379-387; 120-174.
     """
     cls = module.TorchNativeAttnBackend
+    cls._run_sdpa_forward_extend = _without_cached_queries(cls._run_sdpa_forward_extend)
     for name in ("forward_extend", "forward_decode"):
         setattr(cls, name, _with_window_slots(getattr(cls, name)))
+
+
+def _without_cached_queries(original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def extend(self, *args, **kwargs):
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        a = types.SimpleNamespace(**bound.arguments)
+        if a.encoder_lens is not None or a.is_cross_attn or not a.causal or not a.extend_prefix_lens.any():
+            return original(self, *args, **kwargs)
+        start = 0
+        for row, new, total in zip(a.req_pool_indices, a.extend_seq_lens.tolist(), a.seq_lens.tolist(), strict=True):
+            slots = a.req_to_token[row, :total]
+            end = start + new
+            a.output[start:end] = _new_queries(self, a, a.query[start:end], a.k_cache[slots], a.v_cache[slots])
+            start = end
+        return a.output
+
+    return extend
+
+
+def _new_queries(backend, a, q, k, v):
+    """Attention of the last ``len(q)`` tokens over all; [tokens, heads, size] each. In bfloat16 the bits stay the same."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    window = a.sliding_window_size if a.sliding_window_size is not None else -1
+    mask = None
+    if window > -1 or len(q) < len(k):
+        mask = backend._make_sliding_window_mask(
+            q_len=len(q),
+            kv_len=len(k),
+            sliding_window_size=window if window > -1 else len(k),
+            device=q.device,
+            query_offset=len(k) - len(q),
+        )
+    q, k, v = (t.to(a.query.dtype).movedim(0, 1).unsqueeze(0) for t in (q, k, v))
+    made = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=a.enable_gqa, scale=a.scaling, is_causal=mask is None
+    )
+    return made.squeeze(0).movedim(1, 0)
 
 
 def _with_window_slots(original):
