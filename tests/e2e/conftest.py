@@ -18,6 +18,7 @@ IN_CI = (
     "test_two_ranks_agree_under_every_policy_and_over_a_store_that_fails_on_one",
     "test_without_the_option_nothing_of_sglang_is_touched",
     "test_a_fresh_node_takes_every_prefix_from_the_pool_with_the_same_tokens[tiered]",
+    "test_the_pair_gives_the_tokens_of_one_server",
 )
 """The choice that CI has time for: each part, layout family and tensor parallel size once. The rest is ``full``."""
 

@@ -176,27 +176,33 @@ def _is_idle(pair: Any, role: str) -> bool:
 
 
 def test_a_stopped_prefill_never_writes_into_pages_used_again(models_dir: Any, tmp_path: Path) -> None:
-    """SIGSTOP until the decode side has given up, requests elsewhere impossible, SIGCONT: pages were held meanwhile."""
+    """SIGSTOP until the decode side has given up, then SIGCONT: the pages are held until prefill has said it is through."""
     import pd_kit
 
     model, ids = models_dir("tiny"), prompt(5, 1400)
     short = {"SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "4", "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1000"}
     with pd_kit.Pair(model, "tiny", tmp_path, env={"both": SMALL_GROUPS, "decode": short}) as pair:
         wanted = pair.generate(ids)["out"]
-        for _ in range(3):
-            answers: list[Any] = []
-            asked = [
-                threading.Thread(target=lambda i=i: answers.append(pair.generate(prompt(50 + i, 1400), limit_s=60)))
-                for i in range(2)
-            ]
-            for each in asked:
-                each.start()
-            time.sleep(0.1)
-            with pair.stopped("prefill"):
-                until(lambda: len(answers) > 0 or state(pair, "decode")["quarantined_pages"] > 0, 8)
-                held = state(pair, "decode")["quarantined_pages"]
-            for each in asked:
-                each.join(60)
-            assert until(lambda: state(pair, "decode")["quarantined_pages"] == 0)
-            assert pair.generate(ids)["out"] == wanted
-        assert held >= 0
+        held = [_stop_in_the_middle(pair, attempt) for attempt in range(4)]
+        assert max(held) > 0, "prefill was never stopped in the middle of a transfer"
+        assert until(lambda: _is_idle(pair, "decode"))
+        assert pair.generate(ids)["out"] == wanted
+
+
+def _stop_in_the_middle(pair: Any, attempt: int) -> int:
+    """Stop prefill while two requests are under way; pages held once the decode side has given up on them."""
+    answers: list[Any] = []
+
+    def ask(seed: int) -> None:
+        answers.append(pair.generate(prompt(seed, 1400), limit_s=60))
+
+    asked = [threading.Thread(target=ask, args=(100 * attempt + i,)) for i in range(2)]
+    for each in asked:
+        each.start()
+    time.sleep(0.1 + 0.05 * attempt)
+    with pair.stopped("prefill"):
+        until(lambda: state(pair, "decode")["quarantined_pages"] > 0, 8)
+        held = int(state(pair, "decode")["quarantined_pages"])
+    for each in asked:
+        each.join(60)
+    return held
