@@ -83,7 +83,7 @@ def _joined_by(function: str) -> Callable[..., None]:
 
 def _add_state(result: Any, *_: Any, **__: Any) -> None:
     """Show the state of the transfers where SGLang shows its own (``/server_info``)."""
-    module = sys.modules.get("sglang_hicache_ext.sglang_adapter.pd_classes")
+    module = sys.modules.get("sglang_hicache_ext.sglang_adapter.pd_manager")
     for manager in list(module.LIVE) if module is not None else ():
         result.internal_state["hicache_ext_pd"] = manager.describe()
 
