@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,15 @@ def prompt(seed: int) -> list[int]:
     return [numbers.randrange(3, 259) for _ in range(TOKENS)]
 
 
+def arbiter_of(store: Path) -> str:
+    """One name per test: the transfers and the store's reads share it."""
+    return f"test-{zlib.crc32(str(store).encode()):08x}"
+
+
 def storage(store: Path, **more: Any) -> Any:
     import engine_kit
 
-    extra = {"path": str(store), "capacity": "256MiB", "prefetch_threshold": 64, "arbiter": "", **more}
+    extra = {"path": str(store), "capacity": "256MiB", "prefetch_threshold": 64, "arbiter": arbiter_of(store), **more}
     backend = "dynamic" if "module_path" in more else "nvme"
     return engine_kit.storage_arguments(backend, "page_first", extra)
 
@@ -68,6 +74,7 @@ def test_a_cold_side_takes_its_prefix_from_the_store_and_only_the_rest_from_pref
     with pair_over(models_dir("tiny"), tmp_path, tmp_path / "store") as pair:
         assert [pair.generate(ids, NEW_TOKENS).get("out") for ids in prompts] == wanted
         whole = sent_bytes(pair)
+        check_arbiter(arbiter_of(tmp_path / "store"))
         pair.servers["prefill"].wait_written(2 * (TOKENS // PAGE))
         pair.stop("decode")
         pair.start("decode")  # cold: L1 and L2 of the decode node are empty
@@ -80,6 +87,17 @@ def test_a_cold_side_takes_its_prefix_from_the_store_and_only_the_rest_from_pref
         fresh = pair.generate(prompts[0], NEW_TOKENS)
         assert fresh["out"] == wanted[0]
         assert fresh["prefill"]["from"].get("storage", 0) > 0, "prefill computed what L3 had"
+
+
+def check_arbiter(name: str) -> None:
+    """The transfers announced themselves to the arbiter of the store."""
+    from sglang_hicache_ext.arbiter import Arbiter
+
+    arbiter = Arbiter(name)
+    try:
+        assert arbiter.describe()["pd_took_ms"]
+    finally:
+        arbiter.close(remove=True)
 
 
 def test_a_promise_that_cannot_be_kept_is_given_back_and_never_changes_a_token(models_dir: Any, tmp_path: Path) -> None:
