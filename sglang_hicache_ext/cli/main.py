@@ -31,6 +31,7 @@ Which = Annotated[
 Tokens = Annotated[str, typer.Option("--tokens", help='Token ids: "1 2 3" or a JSON list.')]
 TokensFile = Annotated[str, typer.Option("--tokens-file", help="File with token ids.")]
 
+BEHIND_SERVERS = frozenset({"inspect", "verify", "gc", "export", "import"})
 _AGE = re.compile(r"^(\d+(?:\.\d+)?)([smhd])$")
 
 
@@ -92,12 +93,15 @@ def verify(
     namespace: Which = "",
     sample: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the pages to check.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
+    rate: Annotated[str, typer.Option(help='Bytes a second to read at most: "200MiB".')] = "",
     as_json: AsJson = False,
 ) -> None:
     """Read pages back and check what they hold; a page that fails is dropped."""
     from sglang_hicache_ext.cli import verify as verb
 
-    _run(as_json, lambda out: verb.run(paths, namespace, sample, seed, out))
+    _run(
+        as_json, lambda out: verb.run(paths, namespace, sample, seed, parse_size(rate, "--rate") if rate else None, out)
+    )
 
 
 @app.command()
@@ -251,7 +255,11 @@ def warm(
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script. What goes through a whole store steps back behind the servers that use it."""
+    if BEHIND_SERVERS.intersection(sys.argv[1:2]):
+        from sglang_hicache_ext.cli.offline import step_back
+
+        step_back()
     app()
 
 

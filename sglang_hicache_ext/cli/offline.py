@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +18,35 @@ from sglang_hicache_ext.ports import Namespace
 from sglang_hicache_ext.storage_backends.nvme.layout import existing_capacity
 from sglang_hicache_ext.storage_backends.nvme.store import NvmeStore
 from sglang_hicache_ext.storage_backends.nvme.survey import NamespaceSurvey
+
+NICE, IO_LOWEST = 19, (2 << 13) | 7
+"""Least share of the processor; best effort, lowest level, of the drive. Source: nice(2), ioprio_set(2)."""
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+
+
+def step_back() -> None:
+    """Give the servers precedence over this process, for the processor and, where its scheduler listens, for the drive."""
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, 1, 0, IO_LOWEST)
+
+
+class Pace:
+    """Holds a tool to ``bytes_per_s`` on average; None does not."""
+
+    def __init__(self, bytes_per_s: int | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._started, self._spent = time.monotonic(), 0
+
+    def spend(self, nbytes: int) -> None:
+        """Account for ``nbytes``, and wait until they are due."""
+        self._spent += nbytes
+        if self._bytes_per_s:
+            early = self._spent / self._bytes_per_s - (time.monotonic() - self._started)
+            if early > 0:
+                time.sleep(early)
 
 
 def existing_config(paths: Sequence[str]) -> HiCacheExtConfig:
@@ -28,7 +62,7 @@ def existing_config(paths: Sequence[str]) -> HiCacheExtConfig:
 @contextmanager
 def open_existing(paths: Sequence[str]) -> Iterator[NvmeStore]:
     """The store in ``paths``; it is only opened, never made. Raises ConfigError, CapabilityError, StoreError."""
-    store = NvmeStore(existing_config(paths))
+    store = NvmeStore(existing_config(paths), is_tool=True)
     try:
         yield store
     finally:

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from sglang_hicache_ext.cli.offline import handle_of, open_existing, pick_namespaces
+from sglang_hicache_ext.cli.offline import Pace, handle_of, open_existing, pick_namespaces
 from sglang_hicache_ext.cli.render import FINDINGS, OK, SEVERE, Output
 from sglang_hicache_ext.outcome import Outcome
 from sglang_hicache_ext.storage_backends.nvme.store import NvmeStore
@@ -15,17 +15,18 @@ from sglang_hicache_ext.storage_backends.nvme.survey import NamespaceSurvey
 WAVE = 64
 
 
-def run(paths: list[str], namespace: str, sample: float, seed: int, out: Output) -> int:
-    """Check the share ``sample`` (0..1] of the pages.
+def run(paths: list[str], namespace: str, sample: float, seed: int, rate: int | None, out: Output) -> int:
+    """Check the share ``sample`` (0..1] of the pages, at ``rate`` bytes a second at most.
 
     Returns OK when every page proved itself, FINDINGS when pages were dropped, SEVERE when pages could not be read.
     """
     tally: Counter[str] = Counter()
+    pace = Pace(rate)
     with open_existing(paths) as store:
         found = pick_namespaces(store, namespace)
         with out.progress("verifying", sum(n.pages for n in found)) as advance:
             for one in found:
-                _verify(store, one, random.Random(seed), sample, tally, advance)
+                _verify(store, one, random.Random(seed), sample, pace, tally, advance)
     checked = sum(tally.values())
     out.document({"checked_pages": checked, "outcomes": dict(tally)})
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(tally.items())) or "nothing to check"
@@ -44,6 +45,7 @@ def _verify(
     one: NamespaceSurvey,
     dice: random.Random,
     sample: float,
+    pace: Pace,
     tally: Counter[str],
     advance: Callable[[int], None],
 ) -> None:
@@ -59,5 +61,6 @@ def _verify(
         same.append(page.key)
         if len(same) == WAVE:
             tally.update(store.verify(ns, waiting.pop(page.nbytes), page.nbytes))
+            pace.spend(WAVE * page.nbytes)
     for nbytes, keys in waiting.items():
         tally.update(store.verify(ns, keys, nbytes))

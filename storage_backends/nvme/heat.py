@@ -35,10 +35,12 @@ class Heat:
     Attributes:
         hold_until: [segments] float64, monotonic seconds until which a segment is not reclaimed.
         marks: [segments, granules] uint8, 1 where a page that starts there was read.
+        leaves_marks: False for tools, whose reads say nothing about what servers will need.
     """
 
     def __init__(self, layout: Layout, *, fresh: bool) -> None:
         """Map the file; ``fresh`` (no other process is live) makes it anew when it is missing or of another size."""
+        self.leaves_marks = True
         size = layout.heat_bytes
         fd = os.open(layout.heat_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -64,7 +66,8 @@ class Heat:
             self.hold_until[:] = 0.0
 
     def mark_read(self, segments: NDArray[np.uint32], blocks: NDArray[np.uint32]) -> None:
-        self.marks[segments, blocks // (GRANULE // ALIGN)] = 1
+        if self.leaves_marks:
+            self.marks[segments, blocks // (GRANULE // ALIGN)] = 1
 
     def was_read(self, segment: int, blocks: NDArray[np.uint32]) -> NDArray[np.bool_]:
         marked: NDArray[np.bool_] = self.marks[segment, blocks // (GRANULE // ALIGN)] != 0

@@ -70,6 +70,7 @@ class NvmeStore:
         engine_factory: Callable[[str], IoEngine] | None = None,
         clock: Clock | None = None,
         point: Callable[[str], None] = _no_point,
+        is_tool: bool = False,
     ) -> None:
         """Open or create the store; recovers what a killed process left.
 
@@ -79,6 +80,7 @@ class NvmeStore:
             engine_factory: makes one engine per directory instead; they then run in parallel.
             clock: monotonic seconds, comparable between processes.
             point: called at named points of the write path; for crash tests.
+            is_tool: reads leave no marks, so that checking a store does not make every page look wanted.
 
         Raises:
             ConfigError: bad path, capacity or segment. CapabilityError: the engine does not work there.
@@ -98,6 +100,7 @@ class NvmeStore:
                 self._presence = Presence(self.layout)
                 undo.callback(self._presence.close)
                 self._index, self._heat = self._attach()
+                self._heat.leaves_marks = not is_tool
                 undo.callback(self._index.close)
                 self._files = SegmentFiles(
                     self.layout, self._index, device_durable=config.durability == "device", point=point

@@ -102,6 +102,12 @@ def test_verify_drops_corrupt_pages_and_says_so_with_its_exit_code(store_path: P
     assert run("verify", store_path, "--json")[0] == 0
 
 
+def test_checking_and_exporting_do_not_make_pages_look_wanted(store_path: Path, tmp_path: Path) -> None:
+    run("verify", store_path)
+    run("export", tmp_path / "a.hx", store_path)
+    assert run("inspect", store_path, "--json")[1]["namespaces"][0]["read_pages"] == 0
+
+
 def test_verify_takes_a_seeded_sample(store_path: Path) -> None:
     counts = {
         run("verify", store_path, "--sample", "0.3", "--seed", "1", "--json")[1]["checked_pages"] for _ in range(2)
