@@ -193,6 +193,8 @@ class LayeredForwards:
         assert running is not None
         layer = layer_id - int(self._pool.start_layer)
         slots = getattr(loc_info, "loc", loc_info)
+        if slots.device.type != "cpu" and _is_capturing():
+            return  # recorded into a graph, not written
         running.written[layer] = running.written.get(layer, 0) + int(slots.numel())
         if running.written[layer] < running.tokens or layer in running.reported:
             return
@@ -267,6 +269,12 @@ class LayeredForwards:
 
     def describe(self) -> dict[str, int]:
         return {"layered_forwards": self.forwards, "hidden_forwards": self.hidden}
+
+
+def _is_capturing() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_current_stream_capturing())
 
 
 def _runs(covered: NDArray[np.bool_], first: int, pages: Pages) -> list[tuple[int, Pages]]:

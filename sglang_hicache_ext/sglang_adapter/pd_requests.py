@@ -88,7 +88,11 @@ class HiCacheExtKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             self._fail(refusal)
             return
         super().init(prefill_dp_rank)
-        if self.conclude_state != KVPoll.Failed:
+        refusal = self.kv_mgr.refusals.get(self.bootstrap_addr)
+        if refusal is not None:  # found while the ranks were looked up
+            self.kv_mgr.forget_prefill(self.bootstrap_addr)
+            self._fail(refusal)
+        elif self.conclude_state != KVPoll.Failed:
             addresses = {i["pd_address"] for i in self.bootstrap_infos if not i["is_dummy"]}
             self.connections = [self.kv_mgr.loading.connect(a) for a in sorted(addresses)]
 
@@ -125,7 +129,8 @@ class HiCacheExtKVReceiver(CommonKVReceiver):  # type: ignore[misc]
             if problem:
                 self.invalidate_cached_bootstrap_infos()
                 self.kv_mgr.forget_prefill(self.bootstrap_addr)
-                self._fail(f"prefill {self.bootstrap_addr} and this decode server do not fit: {problem}")
+                self._fail(f"no transfer from prefill {self.bootstrap_addr} to this decode server: {problem}")
+                self.ensure_abort_notified()
                 return KVPoll.Failed
             if not connection.done():
                 return KVPoll.Bootstrapping

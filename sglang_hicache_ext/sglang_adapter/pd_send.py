@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,9 @@ from sglang_hicache_ext.sglang_adapter import pd_geometry
 from sglang_hicache_ext.sglang_adapter.pd_wire import Announced
 
 logger = logging.getLogger(__name__)
+
+FAILED_ROOMS, FAILED_S = 4096, 30.0
+"""Rooms that ended badly here, remembered so that a decode server that comes for one is told at once."""
 
 Pages = NDArray[np.int64]
 
@@ -69,12 +73,16 @@ class SendSide:
         self._heard: dict[int, float] = {}
         self._promised: dict[int, set[tuple[str, int]]] = {}
         self._withdrawn: dict[int, list[Announced]] = {}
+        self._failed: OrderedDict[int, float] = OrderedDict()
 
     # ------------------------------------------------------------------------------------- listener
 
     def announce(self, found: Announced) -> None:
         """A decode rank wants a room: offer its pages, and call the room bootstrapped once every rank has spoken."""
         manager, room = self._manager, found.room
+        if self._failed_lately(room):
+            self._end(found, f"prefill {manager.local_ip}:{manager.rank_port} has given up room {room} already")
+            return
         if found.reservation is not None and not self.endpoint.offer(found.reservation):
             self._refuse(found, f"prefill {manager.local_ip}:{manager.rank_port} did not take the reservation of room "
                                 f"{room} from decode {found.endpoint}:{found.dst_port}: it was aborted, too many are open, "
@@ -90,6 +98,11 @@ class SendSide:
             manager.resolve_kv_replica_factor(infos)
             manager.req_to_decode_prefix_len[room] = max(i.decode_prefix_len for i in infos.values())
             manager.update_status(room, _poll().WaitingForInput)
+
+    def _failed_lately(self, room: int) -> bool:
+        with self._lock:
+            at = self._failed.get(room)
+            return at is not None and room not in self._rooms and time.monotonic() - at < FAILED_S
 
     def _refuse(self, found: Announced, reason: str) -> None:
         self._manager.record_failure(found.room, reason)
@@ -247,6 +260,10 @@ class SendSide:
         """The sender is through with the room."""
         record = self._rooms.get(room)
         with self._lock:
+            if self._manager.request_status.get(room) == _poll().Failed:
+                self._failed[room] = time.monotonic()
+                while len(self._failed) > FAILED_ROOMS:
+                    self._failed.popitem(last=False)
             self._rooms.pop(room, None)
             self._heard.pop(room, None)
             self._promised.pop(room, None)
