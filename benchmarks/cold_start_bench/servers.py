@@ -141,7 +141,8 @@ class ServerArm:
         if not self.has_storage:
             return ""
         if self.is_fresh:
-            shutil.rmtree(self.store)
+            if self.store.exists():
+                shutil.rmtree(self.store)
             return "the node's drive was emptied"
         files = files_below(self.store)
         how = drop_page_cache(files)
