@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulator.calibrate import with_drive, with_network
+from simulator.calibrate import DRIVE_CASES, with_drive, with_network
 from simulator.cluster import ClusterSpec, copies, simulate_cluster
 from simulator.engine import simulate
 from simulator.loads import SharedPrompt
 from simulator.spec import NodeSpec
+from storage_bench.shape import Case
 
 from sglang_hicache_ext.errors import ConfigError
 from sglang_hicache_ext.testing.latency import Constant
@@ -74,6 +75,11 @@ def test_measured_bandwidths_replace_the_defaults(tmp_path: Path) -> None:
     remote = {"benchmark": "bench_remote", "table": [{"case": "x", "arm": "ours", "metrics": {"gb_s": {"p50": 1.5}}}]}
     (tmp_path / "n.json").write_text(json.dumps(remote))
     assert with_network(ClusterSpec(), str(tmp_path / "n.json"))[0].nic_Bps == 1.5e9
+
+
+def test_the_cases_it_is_calibrated_by_are_those_that_bench_storage_measures() -> None:
+    made = {Case(direction, 256 << 10, "sequential", 1, 1 << 20).name for direction in ("read", "write")}
+    assert set(DRIVE_CASES.values()) == made
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"benchmark": "other"}'])
