@@ -21,7 +21,7 @@ from harness import Arm, Goal, Measurement, Run, WrongBytes, entry, parser, writ
 from sglang_hicache_ext.testing.load import Load
 
 CASE, SERVERS, PAGE_BYTES = "two servers", 2, 256 << 10
-TOOLS = (("verify",), ("inspect",), ("gc", "--older-than", "1h", "--apply"))
+TOOLS = (("verify", "--rate", "{rate}"), ("inspect",), ("gc", "--older-than", "1h", "--apply"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--path", default="", help="directory on the drive to measure; a temporary one when empty")
     made.add_argument("--seconds", type=float, default=8.0, help="length of one trial")
     made.add_argument("--engine", default="auto", help="I/O engine of the servers")
+    made.add_argument("--rate", default="256MiB", help="bytes a second verify may read; 0 for no limit")
     args = made.parse_args(argv)
     base = writable_directory(args.path, "--path") if args.path else tempfile.gettempdir()
     scratch = tempfile.mkdtemp(prefix="bench_tools_", dir=base)
@@ -48,7 +49,7 @@ def measure(args: Any, scratch: str) -> int:
         fill(servers, most_pages)
         arms = [
             Arm("alone", lambda _: trial(servers, seconds, None), is_required=True),
-            Arm("with tools", lambda _: trial(servers, seconds, config["path"]), is_required=True),
+            Arm("with tools", lambda _: trial(servers, seconds, config["path"], args.rate), is_required=True),
         ]
         run.measure(CASE, arms, rounds=args.rounds)
     finally:
@@ -69,10 +70,10 @@ def fill(servers: Sequence[Load], most_pages: int) -> None:
         counts = [server.answer() for server in servers]
 
 
-def trial(servers: Sequence[Load], seconds: float, path: str | None) -> Measurement:
+def trial(servers: Sequence[Load], seconds: float, path: str | None, rate: str = "0") -> Measurement:
     """One run of both servers; with ``path`` the tools run in turns until it ends."""
     stop, done = threading.Event(), [0]
-    tools = threading.Thread(target=_tools, args=(path, stop, done)) if path else None
+    tools = threading.Thread(target=_tools, args=(path, rate, stop, done)) if path else None
     before = _ask(servers, "run 0")
     started = time.monotonic()
     if tools is not None:
@@ -95,10 +96,11 @@ def _ask(servers: Sequence[Load], line: str) -> list[dict[str, Any]]:
     return [server.answer() for server in servers]
 
 
-def _tools(path: str, stop: threading.Event, done: list[int]) -> None:
+def _tools(path: str, rate: str, stop: threading.Event, done: list[int]) -> None:
     while not stop.is_set():
         verb, *options = TOOLS[done[0] % len(TOOLS)]
         command = [sys.executable, "-m", "sglang_hicache_ext.cli.main", verb, path, *options, "--json"]
+        command = [word.format(rate=rate) for word in command]
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while child.poll() is None and not stop.wait(0.05):
             pass

@@ -35,7 +35,7 @@ def _chosen(paths: Sequence[str], capacity_bytes: int | None, only_gds: bool) ->
         return [("gds", gds_probe)]
     share = None if capacity_bytes is None else capacity_bytes // max(1, len(paths))
     general: list[tuple[str, Probe]] = [
-        ("versions", probes.versions), ("limits", probes.limits), ("io_uring", probes.io_uring_switch),
+        ("versions", probes.versions), ("page hash", probes.page_hash), ("limits", probes.limits), ("io_uring", probes.io_uring_switch),
         ("rdma", probes.rdma), ("gds", gds_probe),
     ]  # fmt: skip
     return general + [(f"directory {p}", partial(probes.directory, p, share)) for p in paths]

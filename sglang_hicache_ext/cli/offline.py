@@ -34,9 +34,9 @@ def step_back() -> None:
 
 
 class Pace:
-    """Holds a tool to ``bytes_per_s`` on average; None does not."""
+    """Holds a tool to ``bytes_per_s`` on average; 0 does not."""
 
-    def __init__(self, bytes_per_s: int | None) -> None:
+    def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
         self._started, self._spent = time.monotonic(), 0
 

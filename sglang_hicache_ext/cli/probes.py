@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import resource
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -51,6 +53,33 @@ def versions() -> Iterator[Finding]:
     severity = {"tested": Severity.OK, "refused": Severity.FAIL}.get(known.state, Severity.WARN)
     todo = "" if severity is Severity.OK else "run a tested version; docs/compatibility.md lists them"
     yield Finding("sglang", severity, f"SGLang {version}: {known.state} ({known.note})", todo)
+
+
+def page_hash(
+    which: Callable[[str], str | None] = shutil.which,
+    built: Path | None = None,
+    includes: Sequence[Path] = (Path("/usr/include"), Path("/usr/local/include")),
+) -> Iterator[Finding]:
+    """Whether SGLang can compile the extension that names pages; it does so at the first start on a machine.
+
+    ``built``: where torch keeps compiled extensions. Source: sglang 0.5.23 srt/mem_cache/cpp_utils/native_hash.py:20-45.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        return
+    folder = built or Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
+    if folder.is_dir() and next(folder.rglob("hicache_hash_cpp.so"), None) is not None:
+        yield Finding("page hash", Severity.OK, "SGLang's page hash is compiled")
+        return
+    missing = [name for name in ("g++", "ninja") if which(name) is None]
+    found = [i for i in includes if (i / "openssl/evp.h").exists() or next(i.glob("*/openssl/evp.h"), None) is not None]
+    missing += [] if found else ["openssl/evp.h"]
+    if missing:
+        yield Finding(
+            "page hash", Severity.FAIL, f"SGLang compiles its page hash at first use and lacks {', '.join(missing)}",
+            "apt install g++ ninja-build libssl-dev",
+        )  # fmt: skip
+    else:
+        yield Finding("page hash", Severity.OK, "SGLang's page hash will be compiled at the first start")
 
 
 def limits() -> Iterator[Finding]:

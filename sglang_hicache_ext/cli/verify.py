@@ -15,8 +15,8 @@ from sglang_hicache_ext.storage_backends.nvme.survey import NamespaceSurvey
 WAVE = 64
 
 
-def run(paths: list[str], namespace: str, sample: float, seed: int, rate: int | None, out: Output) -> int:
-    """Check the share ``sample`` (0..1] of the pages, at ``rate`` bytes a second at most.
+def run(paths: list[str], namespace: str, sample: float, seed: int, rate: int, out: Output) -> int:
+    """Check the share ``sample`` (0..1] of the pages, at ``rate`` bytes a second at most; 0: without a limit.
 
     Returns OK when every page proved itself, FINDINGS when pages were dropped, SEVERE when pages could not be read.
     """

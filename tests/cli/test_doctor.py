@@ -162,6 +162,20 @@ def test_the_kernel_switch_is_read(tmp_path: Path) -> None:
     assert list(probes.io_uring_switch(switch)) == []
 
 
+def test_a_machine_that_cannot_compile_sglangs_page_hash_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("sglang")
+    (lacks,) = probes.page_hash(lambda name: None, tmp_path, [tmp_path])
+    assert lacks.severity is Severity.FAIL
+    assert all(word in lacks.what for word in ("g++", "ninja", "openssl/evp.h")) and "apt install" in lacks.todo
+    (tmp_path / "openssl").mkdir()
+    (tmp_path / "openssl/evp.h").touch()
+    (can,) = probes.page_hash(lambda name: name, tmp_path, [tmp_path])
+    assert can.severity is Severity.OK and "will be compiled" in can.what
+    (tmp_path / "hicache_hash_cpp.so").touch()
+    (has,) = probes.page_hash(lambda name: None, tmp_path, [])
+    assert has.severity is Severity.OK and "is compiled" in has.what
+
+
 def test_missing_udev_is_named(tmp_path: Path) -> None:
     pytest.importorskip("kvikio")
     found = list(gds.gds(udev=tmp_path / "no-udev"))
