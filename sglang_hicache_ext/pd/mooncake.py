@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -138,4 +139,4 @@ def runs(local: np.ndarray[Any, Any], remote: np.ndarray[Any, Any]) -> list[tupl
         return []
     breaks = np.flatnonzero((np.diff(local) != 1) | (np.diff(remote) != 1)) + 1
     bounds = [0, *breaks.tolist(), len(local)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
