@@ -183,9 +183,7 @@ class LayeredForwards:
             return pages.clone(), None
         host = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
         host.copy_(pages, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return host, event
+        return host, _event_now()
 
     def _note(self, layer_id: int, loc_info: Any) -> None:
         """A layer was written, for some or all tokens of the batch (it may be run in parts)."""
@@ -199,18 +197,9 @@ class LayeredForwards:
         if running.written[layer] < running.tokens or layer in running.reported:
             return
         running.reported.add(layer)
-        ready = self._event_now(slots)
+        ready = EventReady(_event_now()) if slots.device.type != "cpu" else None
         for piece in running.pieces:
             self._later.put(lambda piece=piece: self._save(piece, layer, ready))  # type: ignore[misc]
-
-    def _event_now(self, tensor: Any) -> Ready | None:
-        if tensor.device.type == "cpu":
-            return None
-        import torch
-
-        event = torch.cuda.Event()
-        event.record()
-        return EventReady(event)
 
     # ------------------------------------------------------------------------------- posting thread
 
@@ -269,6 +258,15 @@ class LayeredForwards:
 
     def describe(self) -> dict[str, int]:
         return {"layered_forwards": self.forwards, "hidden_forwards": self.hidden}
+
+
+def _event_now() -> Any:
+    """A CUDA event of all that the current stream has been given."""
+    import torch
+
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _is_capturing() -> bool:

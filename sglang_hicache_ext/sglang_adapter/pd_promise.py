@@ -82,11 +82,11 @@ class Promises:
         if dr.hicache_restore_status.value == "failed":
             return True
         waits = dr.hicache_restore_status.value == "pending" and dr.hicache_load_consumer_index < 0
-        return waits and time.monotonic() - dr.kv_receiver.promised_at > self._limit_s
+        return bool(waits and time.monotonic() - dr.kv_receiver.promised_at > self._limit_s)
 
     def _is_loaded(self, dr: Any) -> bool:
         """Its pages are on the device, or the copies that bring them are queued; both cannot fail any more."""
-        return dr.hicache_restore_status.value == "ready" or dr.hicache_load_consumer_index >= 0
+        return bool(dr.hicache_restore_status.value == "ready" or dr.hicache_load_consumer_index >= 0)
 
     # ------------------------------------------------------------------------------------- giving back
 

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 FAILED_ROOMS, FAILED_S = 4096, 30.0
 """Rooms that ended badly here, remembered so that a decode server that comes for one is told at once."""
 
+Rooms = OrderedDict[int, float]
 Pages = NDArray[np.int64]
 
 
@@ -73,7 +74,9 @@ class SendSide:
         self._heard: dict[int, float] = {}
         self._promised: dict[int, set[tuple[str, int]]] = {}
         self._withdrawn: dict[int, list[Announced]] = {}
-        self._failed: OrderedDict[int, float] = OrderedDict()
+        self._failed: Rooms = OrderedDict()
+        self._never_asked: Rooms = OrderedDict()  # a request was here, no decode rank came
+        self._never_claimed: Rooms = OrderedDict()  # a decode rank came, no request
 
     # ------------------------------------------------------------------------------------- listener
 
@@ -129,9 +132,11 @@ class SendSide:
         now = time.monotonic()
         with self._lock:
             late = [r for r, t in self._heard.items() if now - t > limit_s and r not in self._rooms]
+            waiting = [r for r in self._rooms if r not in self._heard]
+            waiting += [r for r, t in self._never_asked.items() if now - t < FAILED_S]
             for room in late:
                 del self._heard[room]
-            waiting = sorted(r for r in self._rooms if r not in self._heard)
+                _remember(self._never_claimed, room, now)
         for room in late:
             infos = self._manager.transfer_infos.pop(room, {})
             self._manager.request_status.pop(room, None)
@@ -158,7 +163,9 @@ class SendSide:
     def waiting_elsewhere(self, room: int) -> list[int]:
         """Rooms that decode ranks announced and nobody claimed: where a request that waits may have been sent."""
         with self._lock:
-            return sorted(r for r in self._heard if r not in self._rooms and r != room)
+            now = time.monotonic()
+            lately = {r for r, t in self._never_claimed.items() if now - t < FAILED_S}
+            return sorted({r for r in self._heard if r not in self._rooms and r != room} | lately)
 
     def send(
         self,
@@ -261,9 +268,9 @@ class SendSide:
         record = self._rooms.get(room)
         with self._lock:
             if self._manager.request_status.get(room) == _poll().Failed:
-                self._failed[room] = time.monotonic()
-                while len(self._failed) > FAILED_ROOMS:
-                    self._failed.popitem(last=False)
+                _remember(self._failed, room, time.monotonic())
+                if room not in self._heard:
+                    _remember(self._never_asked, room, time.monotonic())
             self._rooms.pop(room, None)
             self._heard.pop(room, None)
             self._promised.pop(room, None)
@@ -272,6 +279,12 @@ class SendSide:
             self.layered.forget(room)
         for key in record.keys if record is not None else ():
             self.endpoint.forget(key)
+
+
+def _remember(rooms: Rooms, room: int, now: float) -> None:
+    rooms[room] = now
+    while len(rooms) > FAILED_ROOMS:
+        rooms.popitem(last=False)
 
 
 def _poll() -> Any:

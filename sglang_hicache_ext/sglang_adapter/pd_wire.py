@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,13 +84,13 @@ def parse_room(frames: list[bytes]) -> Announced:
     )
 
 
-def _reservation(head: Mapping[str, object], arrays: list[bytes]) -> Reservation | None:
+def _reservation(head: Mapping[str, Any], arrays: list[bytes]) -> Reservation | None:
     key = head["key"]
     if key is None:
         return None
-    peer, room, epoch = key  # type: ignore[misc]
+    peer, room, epoch = key
     numbers: list[NDArray[np.int64]] = [np.frombuffer(a, np.int64) for a in arrays]
-    extra = dict(zip(head["spaces"], numbers[1:], strict=True))  # type: ignore[call-overload]
+    extra = dict(zip(head["spaces"], numbers[1:], strict=True))
     return Reservation(TransferKey(str(peer), int(room), int(epoch)), numbers[0], extra)
 
 

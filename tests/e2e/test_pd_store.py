@@ -44,7 +44,7 @@ def sent_bytes(pair: Any) -> float:
     return float(transfers(pair, "prefill").get("pd_bytes_sent", 0))
 
 
-def pair_over(model: str, folder: Path, store: Path, decode: Any = None, **env: Any) -> Any:
+def pair_over(model: str, folder: Path, store: Path, decode: Any = None, env: Any = None) -> Any:
     import pd_kit
 
     decode_store = storage(store) if decode is None else decode
@@ -108,7 +108,7 @@ def test_a_promise_that_cannot_be_kept_is_given_back_and_never_changes_a_token(m
     store = tmp_path / "store"
     faulty = storage(store, module_path="faulty_backend", class_name="FaultyBackend")
     paths = {"PYTHONPATH": f"{engine_kit.HERE / 'site'}:{HERE / 'faults_site'}"}
-    with pair_over(models_dir("tiny"), tmp_path, store, faulty, decode=paths) as pair:
+    with pair_over(models_dir("tiny"), tmp_path, store, faulty, {"decode": paths}) as pair:
         assert [pair.generate(ids, NEW_TOKENS).get("out") for ids in prompts] == wanted
         pair.servers["prefill"].wait_written(len(prompts) * (TOKENS // PAGE))
         pair.stop("decode")
