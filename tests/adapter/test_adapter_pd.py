@@ -385,7 +385,20 @@ def test_a_room_that_no_request_claims_is_refused_with_both_sides_values() -> No
     assert room == 2222
     assert all(value in reason for value in ("2222", "1111", "10.0.0.2:4711", "10.0.0.1:9000"))
     assert endpoint.aborted[0][0].room == 2222
-    assert sending.waiting_elsewhere(1111) == []
+    assert sending.waiting_elsewhere(1111) == [2222]  # still named when that request's own time is up
+
+
+def test_a_decode_side_that_comes_for_a_room_given_up_is_told_at_once() -> None:
+    sending, manager, _ = side()
+    sending.claim(ROOM)
+    manager.request_status[ROOM] = 0
+    sending.release(ROOM)
+    sending.announce(announced())
+    assert "given up" in manager.told[0][2]
+    assert ROOM not in manager.transfer_infos
+    sending.claim(ROOM)  # the number comes again with a new request
+    sending.announce(announced())
+    assert ROOM in manager.transfer_infos
 
 
 def test_a_reservation_that_is_not_taken_is_told_to_the_decode_side() -> None:
