@@ -406,3 +406,53 @@ def test_a_reservation_that_is_not_taken_is_told_to_the_decode_side() -> None:
     sending.announce(announced())
     assert manager.request_status[ROOM] == 0
     assert "10.0.0.2:4711" in manager.told[0][2]
+
+
+# ------------------------------------------------------------------------------------------------ prefill servers
+
+
+def decode_manager(monkeypatch: pytest.MonkeyPatch, answer: Any, **facts: Any) -> Any:
+    """A manager without an engine; ``answer`` stands for SGLang's own look at the bootstrap server."""
+    import cpu_kit
+
+    cpu_kit.stand_in_for_torchvision()
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    from sglang_hicache_ext.sglang_adapter.pd_manager import HiCacheExtKVManager
+
+    made = object.__new__(HiCacheExtKVManager)
+    made.__dict__.update(
+        refusals={}, prefill_info_table={}, attn_tp_size=2, is_mla_backend=False, kv_args=types.SimpleNamespace(page_size=16),
+        kv_cache_dtype_str="bfloat16", **facts,
+    )  # fmt: skip
+    monkeypatch.setattr(CommonKVManager, "try_ensure_parallel_info", answer)
+    return made
+
+
+@pytest.mark.parametrize(("mla", "refused"), [(False, True), (True, False)])
+def test_another_tp_size_is_refused_with_both_values_but_for_mla(
+    monkeypatch: pytest.MonkeyPatch, mla: bool, refused: bool
+) -> None:
+    def answer(manager: Any, addr: str) -> bool:
+        manager.prefill_info_table[addr] = types.SimpleNamespace(attn_tp_size=4)
+        return True
+
+    manager = decode_manager(monkeypatch, answer)
+    manager.is_mla_backend = mla
+    assert manager.try_ensure_parallel_info("p:1")
+    reason = manager.refusals.get("p:1", "")
+    assert bool(reason) is refused
+    if refused:
+        assert all(value in reason for value in ("prefill p:1 has 4", "this decode server has 2"))
+        assert manager.prefill_info_table["p:1"].attn_tp_size == 2, "requests come on to where they are refused"
+
+
+def test_a_prefill_server_that_sglang_refuses_costs_requests_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(manager: Any, addr: str) -> bool:
+        raise RuntimeError("Page size mismatch: prefill server has page_size=64, but decode server has page_size=16.")
+
+    manager = decode_manager(monkeypatch, answer)
+    assert manager.try_ensure_parallel_info("p:1")
+    assert "page_size=64" in manager.refusals["p:1"]
+    manager.forget_prefill("p:1")
+    assert (manager.refusals, manager.prefill_info_table) == ({}, {})
