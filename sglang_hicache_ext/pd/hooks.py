@@ -134,6 +134,11 @@ class PrefillHooks(Protocol):
         """host:port that decode endpoints connect to."""
         ...
 
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """Rooms with an open reservation."""
+        ...
+
     def reservations(self, room: int) -> tuple[Reservation, ...]:
         """The newest open reservation of ``room`` of each decode endpoint; empty before one came."""
         ...

@@ -97,6 +97,11 @@ class PrefillEndpoint(Endpoint):
     def reservations(self, room: int) -> tuple[Reservation, ...]:
         return tuple(dict(self._sends.rooms.get(room, {})).values())
 
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """Rooms with an open reservation."""
+        return tuple(dict(self._sends.rooms))
+
     def offer(self, reservation: Reservation) -> bool:
         taken: list[bool] = []
         self._call(lambda: taken.append(self._reserve(reservation)))

@@ -17,6 +17,8 @@ from sglang_hicache_ext.pd.decode import DecodeEndpoint
 from sglang_hicache_ext.pd.geometry import Geometry, LayerBuffer
 from sglang_hicache_ext.pd.hooks import Chunk, LoadRequest, LoadState, SendState
 from sglang_hicache_ext.pd.prefill import PrefillEndpoint
+from sglang_hicache_ext.pd.receiving import Landing, Receiver
+from sglang_hicache_ext.pd.sending import ChunkSend, Send
 from sglang_hicache_ext.pd.settings import PdSettings
 from sglang_hicache_ext.pd.wire import FrameType, pack_words
 from sglang_hicache_ext.testing.clock import ManualClock
@@ -267,9 +269,7 @@ class World:
         assert self.decode.quarantined_pages == 0 and not self.decode.receiver.loads
 
 
-@pytest.mark.parametrize("carries_notes", [True, False])
-@pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_faults_keeps_the_promises(seed: int, carries_notes: bool) -> None:
+def run(seed: int, carries_notes: bool) -> World:
     world = World(seed, carries_notes)
     for _ in range(600):
         world.meet()
@@ -278,6 +278,44 @@ def test_any_order_of_faults_keeps_the_promises(seed: int, carries_notes: bool) 
         world.misbehave()
         world.step()
     world.rest()
+    return world
+
+
+@pytest.mark.parametrize("carries_notes", [True, False])
+@pytest.mark.parametrize("seed", range(30))
+def test_any_order_of_faults_keeps_the_promises(seed: int, carries_notes: bool) -> None:
+    run(seed, carries_notes)
+
+
+def settle_at_once(self: Receiver, load: Landing, now: float, passed: float) -> None:
+    self._settle(load)
+
+
+def never_in_flight(self: Send) -> bool:
+    return self.state is not SendState.OPEN
+
+
+def written_always(self: ChunkSend, start: int, stop: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (Receiver, "_drain", settle_at_once),
+        (Send, "is_settled", property(never_in_flight)),
+        (Send, "is_quiet", property(never_in_flight)),
+        (ChunkSend, "is_written", written_always),
+    ],
+    ids=["no quarantine", "source freed while read", "settled while writing", "sent before it is written"],
+)
+def test_the_simulation_finds_a_broken_promise(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: object
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError):
+        for seed in range(60):
+            run(seed, carries_notes=True)
 
 
 def test_without_faults_every_request_arrives() -> None:
@@ -293,4 +331,4 @@ def test_without_faults_every_request_arrives() -> None:
         world.step()
     world.rest()
     failed = world.decode.metrics.snapshot().counters.get("pd_load_failed", 0)
-    assert world.published == asked - failed > 20
+    assert world.published == asked - failed > 10

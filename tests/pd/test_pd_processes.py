@@ -1,0 +1,225 @@
+"""Real transfers between two processes, and what is left when one of them dies or hangs."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_hicache_ext.testing.pd_process import Shape, StampedPool
+
+pytest.importorskip("nixl")
+
+SLOTS = 64
+
+
+def test_two_thousand_transfers_through_64_slots(pair: Callable[..., Any]) -> None:
+    prefill, decode = pair({"abort_rate": 0.03, "seed": 5})
+    decode.do(do="storm", count=2000, abort_rate=0.15)
+    result = decode.hear("storm", timeout_s=110)
+    assert result["started"] == 2000 and result["open"] == 0
+    assert result["foreign"] == result["dirty"] == 0
+    assert result["complete"] > 1000 and result["ended"] > 100
+    assert result["complete"] + result["ended"] == 2000
+    assert result["free"] == SLOTS
+    time.sleep(0.2)
+    prefill.do()
+    left = prefill.hear("ok")
+    assert (left["dirty"], left["free"], left["open"]) == (0, SLOTS, 0)
+    assert decode.leave() == 0
+    assert prefill.leave() == 0
+
+
+def test_mooncake_transfers_through_64_slots(pair: Callable[..., Any]) -> None:
+    _, decode = pair({"abort_rate": 0.03}, settings={"pd_transport": "mooncake"})
+    decode.do(do="storm", count=100, abort_rate=0.15)
+    result = decode.hear("storm", timeout_s=60)
+    assert (result["foreign"], result["dirty"], result["free"]) == (0, 0, SLOTS)
+    assert result["complete"] > 50
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_that_used_nixl_ends_with_its_own_exit_code(pair: Callable[..., Any], code: int) -> None:
+    prefill, decode = pair({"exit": code}, {"exit": code})
+    decode.do(do="load", room=1, pages=3, deadline_s=10)
+    assert decode.hear("load")["state"] == "complete"
+    assert (prefill.leave(), decode.leave()) == (code, code)
+
+
+@pytest.mark.parametrize("hold", ["reserved", "layer", "finished"])
+def test_prefill_dies(pair: Callable[..., Any], start: Callable[..., Any], hold: str) -> None:
+    prefill, decode = pair({"hold": hold})
+    if hold != "finished":
+        decode.do(do="load", room=1, pages=5, deadline_s=60)
+        prefill.hear("held")
+        prefill.kill()
+        over = decode.hear("load", timeout_s=10)
+        assert over["state"] == "failed" and "prefill side" in over["reason"]
+    else:
+        decode.do(do="load", room=1, pages=5, deadline_s=60)
+        assert decode.hear("load", timeout_s=10)["foreign"] == 0
+        prefill.kill()
+    decode.state_until(free=SLOTS, quarantined=0, dirty=0)
+    another = start("prefill")
+    decode.do(do="connect", address=another.hear("up")["address"])
+    decode.hear("connected")
+    decode.do(do="load", room=2, pages=5, deadline_s=20)
+    over = decode.hear("load", room=2)
+    assert (over["state"], over["foreign"]) == ("complete", 0)
+
+
+@pytest.mark.parametrize("hold", ["reserved", "layer"])
+def test_decode_dies(pair: Callable[..., Any], start: Callable[..., Any], hold: str) -> None:
+    prefill, decode = pair({"hold": hold})
+    decode.do(do="load", room=1, pages=5, deadline_s=60)
+    prefill.hear("held")
+    decode.kill()
+    over = prefill.hear("sent", timeout_s=10)
+    assert over["state"] == "failed" and "decode side" in over["reason"]
+    prefill.do(hold="")
+    prefill.hear("ok")
+    another = start("decode")
+    another.hear("up")
+    another.do(do="connect", address=_address(prefill))
+    another.hear("connected")
+    another.do(do="load", room=2, pages=5, deadline_s=20)
+    over = another.hear("load", room=2)
+    assert (over["state"], over["foreign"]) == ("complete", 0)
+    time.sleep(0.1)
+    prefill.do(hold="")
+    assert prefill.hear("ok")["free"] == SLOTS
+
+
+def _address(prefill: Any) -> str:
+    prefill.do()
+    return str(prefill.hear("ok")["address"])
+
+
+LARGE = {"shape": {"layers": 4, "slots": 64, "page_words": 32768}}
+"""256 KiB a page and half: far more than the sockets between the two hold."""
+
+
+def test_prefill_hangs_and_comes_back(pair: Callable[..., Any]) -> None:
+    """SIGSTOP in the middle, deadline, SIGCONT: what arrives late arrives in pages that nobody has been given."""
+    prefill, decode = pair({"layer_s": 0.05, **LARGE}, LARGE)
+    decode.do(do="load", room=1, pages=40, deadline_s=1.5)
+    time.sleep(0.15)
+    prefill.signal(signal.SIGSTOP)
+    over = decode.hear("load", timeout_s=10)
+    assert over["state"] == "timed_out"
+    state = decode.state_until(quarantined=40)
+    assert state["free"] == SLOTS - 40
+    time.sleep(0.5)
+    decode.state_until(quarantined=40)  # no timer gives them back
+    prefill.signal(signal.SIGCONT)
+    decode.state_until(free=SLOTS, quarantined=0)
+    decode.do(do="load", room=2, pages=60, deadline_s=20)  # takes the same pages; says if one is dirty
+    over = decode.hear("load", room=2)
+    assert (over["state"], over["foreign"]) == ("complete", 0)
+    decode.state_until(dirty=0, free=SLOTS)
+
+
+def test_decode_hangs_and_comes_back(pair: Callable[..., Any]) -> None:
+    """The sender's pages are not used again while a stopped peer may still have them read."""
+    prefill, decode = pair(LARGE, LARGE, settings={"pd_deadline_s": 1.0})
+    decode.do(do="load", room=1, pages=1, deadline_s=20)
+    decode.hear("load", room=1)
+    decode.signal(signal.SIGSTOP)
+    before = StampedPool(decode.memory, Shape(**LARGE["shape"]), is_new=False)
+    decode.do(do="load", room=2, pages=60, deadline_s=0.5)  # read once it goes on
+    time.sleep(0.2)
+    decode.signal(signal.SIGCONT)
+    time.sleep(0.02)
+    decode.signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    decode.signal(signal.SIGCONT)
+    over = decode.hear("load", room=2)
+    assert over["foreign"] == 0
+    decode.state_until(free=SLOTS, quarantined=0)
+    assert before.dirty(list(range(SLOTS))) == 0
+    decode.do(do="load", room=3, pages=60, deadline_s=20)
+    over = decode.hear("load", room=3)
+    assert (over["state"], over["foreign"]) == ("complete", 0)
+    prefill.do(hold="")
+    assert prefill.hear("ok")["dirty"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("other", "settings", "words"),
+    [
+        ({"shape": {"layers": 5}}, {}, "layers: here 6, peer 5"),
+        ({"shape": {"page_words": 256}}, {}, "item_bytes: here 2048, peer 4096"),
+        ({"facts": {"dtype": "float8_e4m3"}}, {}, "dtype: here 'float8_e4m3', peer 'int64'"),
+        ({"facts": {"sglang": "0.5.22"}}, {}, "sglang: here '0.5.22', peer 'not given'"),
+        ({}, {"pd_transport": "mooncake"}, "transport: here 'mooncake', peer 'nixl'"),
+    ],
+)
+def test_sides_that_do_not_fit(
+    start: Callable[..., Any], other: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    prefill, decode = start("prefill"), start("decode", settings, **other)
+    decode.do(do="connect", address=prefill.hear("up")["address"])
+    assert words in decode.hear("refused")["error"]
+
+
+def test_a_decode_address_in_place_of_a_prefill_one(start: Callable[..., Any]) -> None:
+    one, other = start("decode"), start("decode")
+    other.do(do="connect", address=one.hear("up")["address"])
+    assert "role: here 'decode', peer 'decode'" in other.hear("refused")["error"]
+
+
+def test_an_address_where_nobody_answers(start: Callable[..., Any]) -> None:
+    decode = start("decode")
+    decode.do(do="connect", address="127.0.0.1:1", timeout_s=2)
+    assert "no prefill endpoint answers" in decode.hear("refused")["error"]
+    decode.do(do="connect", address="localhost", timeout_s=2)
+    assert "'localhost' is no address" in decode.hear("refused")["error"]
+
+
+def test_a_server_that_is_none_of_ours(start: Callable[..., Any]) -> None:
+    decode = start("decode")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            conn, _ = server.accept()
+            with conn:
+                conn.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                time.sleep(0.5)
+
+        threading.Thread(target=greet, daemon=True).start()
+        decode.do(do="connect", address=f"127.0.0.1:{server.getsockname()[1]}", timeout_s=5)
+        assert "no PD endpoint of this protocol" in decode.hear("refused")["error"]
+
+
+def test_a_load_whose_prefill_never_comes(pair: Callable[..., Any]) -> None:
+    """A wrong room: nobody at the prefill side knows it. The deadline ends it and its pages come back."""
+    _, decode = pair({"hold": "reserved"})
+    decode.do(do="load", room=404, pages=3, deadline_s=0.5)
+    assert decode.hear("load", room=404)["state"] == "timed_out"
+    decode.state_until(free=SLOTS, quarantined=0)
+
+
+def test_stamps_tell_foreign_pages(tmp_path: Path) -> None:
+    """The check that all of the above rely on."""
+    pool = StampedPool(str(tmp_path / "pool"), Shape(2, 8, 16))
+    for layer in range(2):
+        for at, slot in enumerate((3, 5)):
+            pool.stamp(7, layer, slot, at)
+    pool.extra[3] = 7
+    assert pool.foreign(7, [3, 5]) == 0
+    assert pool.foreign(7, [5, 3]) > 0
+    assert pool.foreign(8, [3, 5]) > 0
+    pool.pages[1, 1, 5, 15] += 1
+    assert pool.foreign(7, [3, 5]) == 1
+    assert pool.dirty([3, 5]) > 0 and pool.dirty([0, 1]) == 0
+    assert np.count_nonzero(pool.pages == -1) > 0
