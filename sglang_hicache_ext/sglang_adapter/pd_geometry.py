@@ -31,7 +31,7 @@ def geometry_of(args: Any, pool: Any, facts: dict[str, str], device: int) -> Geo
     """
     _refuse_what_cannot_be_sent(args)
     pages = _page_buffers(args, pool, device)
-    last = 1 + max((b.layer for b in pages), default=-1)
+    last = max((b.layer for b in pages), default=0)
     return Geometry((*pages, *_aux_buffers(args, last), *_state_buffers(args, last, device)), facts)
 
 

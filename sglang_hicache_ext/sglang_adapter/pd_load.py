@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 20.0
 CONNECTORS = 4
+SHOWN = 800
+"""Characters of a refusal that go into a request's error; the log has all of it."""
 
 
 class LoadSide:
@@ -37,9 +39,16 @@ class LoadSide:
             known = self._connections.get(address)
             if known is not None and (not known.done() or self._is_up(known)):
                 return known
-            made = self._pool.submit(self.endpoint.connect, address, CONNECT_TIMEOUT_S)
+            made = self._pool.submit(self._connect, address)
             self._connections[address] = made
             return made
+
+    def _connect(self, address: str) -> str:
+        try:
+            return self.endpoint.connect(address, CONNECT_TIMEOUT_S)
+        except HiCacheExtError as error:
+            logger.error("no transfer from the prefill endpoint %s: %s", address, error)
+            raise
 
     def _is_up(self, connection: Future[str]) -> bool:
         return connection.exception() is None and self.endpoint.is_connected(connection.result())
@@ -87,4 +96,5 @@ def why(connection: Future[str]) -> str:
     error = connection.exception()
     if error is None:
         return ""
-    return str(error) if isinstance(error, HiCacheExtError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, HiCacheExtError) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."

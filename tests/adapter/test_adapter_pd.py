@@ -69,7 +69,7 @@ def test_geometry_numbers_layers_as_a_forward_fills_them() -> None:
     found = pd_geometry.geometry_of(args_of(draft=1, states=("swa",)), pool, {"a": "b"}, -1)
     pages = [b.layer for b in found.buffers if b.space == "page"]
     assert pages == [0, 1, 0, 1, 2, 2]  # K of both layers, V of both, then the draft's
-    assert {b.space: b.layer for b in found.buffers} == {"page": 2, "aux": 3, "state0.swa": 3}
+    assert {b.space: b.layer for b in found.buffers} == {"page": 2, "aux": 2, "state0.swa": 2}
     assert sum(b.space == "state0.swa" for b in found.buffers) == 1  # the elided one is left out
     assert [b.items for b in found.buffers if b.space == "aux"] == [10, 10]
 
