@@ -179,7 +179,8 @@ class Sender:
             self._end(send, SendState.FAILED, why)
             return None
         groups = list(self._planner.plan(len(chunk.pages), layered=layered))
-        item = ChunkSend(chunk, groups, self._planner.extra if chunk.is_last else None)
+        has_extra = chunk.is_last and any(len(items) for items in chunk.extra.values())
+        item = ChunkSend(chunk, groups, self._planner.extra if has_extra else None)
         send.chunks.append(item)
         send.has_last = send.has_last or chunk.is_last
         send.deadline = deadline
