@@ -24,7 +24,7 @@ from cold_start_bench.points import Point, make_points
 from cold_start_bench.remote import connect, measure_server
 from cold_start_bench.servers import ARMS, POOLED, ServerArm, kv_token_bytes, random_model
 from cold_start_bench.verdict import conclude, note_verdicts, our_arm, plot
-from harness import BadInput, Run, choices, entry, parser, positive, writable_directory
+from harness import BadInput, Run, choices, entry, parser, positive, require_device, writable_directory
 
 COLUMNS = ("ttft_ms", "request_ttft_ms", "tokens_per_s", "storage_share", "failed_requests")
 DEFAULT_ARMS = "recompute,file,nixl,nvme-auto,nvme-posix,tiered,tiered-fresh,linker"
@@ -78,17 +78,6 @@ def _model(args: Namespace, path: str) -> tuple[str, str]:
         return args.model, "big"
     kind = "tiny" if args.smoke else "big"
     return random_model(kind, os.path.join(path, "model")), kind
-
-
-def _require_device(device: str) -> None:
-    if device != "cuda":
-        return
-    try:
-        import torch
-    except ImportError as exc:
-        raise BadInput("--device cuda needs torch and sglang installed") from exc
-    if not torch.cuda.is_available():
-        raise BadInput("--device cuda, but torch sees no GPU here; use --device cpu, or --url with a server on a GPU")
 
 
 def _local(args: Namespace, run: Run, points: Sequence[Point], path: str) -> None:
@@ -154,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiment; returns the exit code."""
     args = _options(argv)
     points = _points(args)
-    _require_device(args.device)
+    require_device(args.device)
     if args.url:
         connect(args.url, args.key)
     base = writable_directory(args.path, "--path")

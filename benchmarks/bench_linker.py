@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from harness import Arm, Goal, Run, choices, entry, parser, positive, writable_directory
+from harness import Arm, Goal, Run, choices, entry, parser, positive, require_device, writable_directory
 from linker_bench.layout import Layouts
 from linker_bench.overlap import SlowDrive
 
@@ -120,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts; returns the exit code."""
     args = _options(argv)
     parts = choices(args.parts, PARTS, "--parts")
+    require_device(args.device)
     base = writable_directory(args.path, "--path")
     path = tempfile.mkdtemp(prefix="run-", dir=base)
     run = Run("bench_linker", path, vars(args), args.seed, args.smoke, COLUMNS, sys.stdout)

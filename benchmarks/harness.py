@@ -26,7 +26,7 @@ from measure.coldness import (
     require_cold_files,
     resident_share,
 )
-from measure.command_line import choices, entry, parser, positive, writable_directory
+from measure.command_line import choices, entry, parser, positive, require_device, writable_directory
 from measure.facts import device_line, environment, file_system
 from measure.meters import Meter, Progress, process_cpu_s
 from measure.plots import Plot
@@ -79,6 +79,7 @@ __all__ = [
     "process_cpu_s",
     "require_cold",
     "require_cold_files",
+    "require_device",
     "resident_share",
     "spread_of",
     "table_rows",

@@ -55,6 +55,20 @@ def writable_directory(path: str, option: str) -> str:
     return path
 
 
+def require_device(device: str) -> None:
+    """BadInput when ``device`` is "cuda" and this machine has none."""
+    if device != "cuda":
+        return
+    try:
+        import torch
+    except ImportError as exc:
+        raise BadInput("--device cuda needs torch and sglang installed") from exc
+    if not torch.cuda.is_available():
+        raise BadInput(
+            "--device cuda, but torch sees no GPU here; use --device cpu, or run this on a machine with a GPU"
+        )
+
+
 def entry(main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
     """Run ``main``; bad input ends in one line on standard error and exit code 2. SIGTERM cleans up, as ^C does."""
     if threading.current_thread() is threading.main_thread():
