@@ -21,7 +21,7 @@ from harness import Arm, Goal, Measurement, Run, WrongBytes, entry, parser, writ
 from sglang_hicache_ext.testing.load import Load
 
 CASE, SERVERS, PAGE_BYTES = "two servers", 2, 256 << 10
-TOOLS = (("verify", "--rate", "{rate}"), ("inspect",), ("gc", "--older-than", "1h", "--apply"))
+TOOLS = (("inspect",), ("gc", "--older-than", "1h", "--apply"), ("verify", "--rate", "{rate}"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

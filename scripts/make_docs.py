@@ -79,7 +79,12 @@ def metrics() -> str:
     lines += ["", "`event`: " + ", ".join(f"`{e}`" for e in events()) + "."]
     lines += [
         "",
-        "The dashboard `docs/grafana/hicache-ext.json` uses the default data source and works with both prefixes.",
+        "The dashboard `docs/grafana/hicache-ext.json` uses the default data source and works with both prefixes. Below, its",
+        "panels and expressions over the series of a real backend (SGLang's controller and host pool on a CPU, our NVMe store): pages",
+        "are written until reclaim begins, read back, asked for in vain, and some are damaged on the drive. Drawn with matplotlib by",
+        "`python scripts/dashboard_picture.py`, not by Grafana.",
+        "",
+        "![The dashboard's panels over a real run](plots/dashboard.png)",
     ]
     return "\n".join(lines) + "\n"
 
@@ -103,10 +108,10 @@ def dashboard() -> str:
         ("Written pages by outcome", f"sum by (outcome) (rate({{{writes}}}[5m]))", "{{outcome}}", "short"),
         ("Payload moved", f"sum by (direction) (rate({{{_metric('hicache_ext_bytes_total')}}}[5m]))", "{{direction}}", "Bps"),
         ("Batch latency p99", f"histogram_quantile(0.99, sum by (le, operation) (rate({{{_metric('hicache_ext_batch_seconds_bucket')}}}[5m])))", "{{operation}}", "s"),
-        ("Used and capacity", f"{{{_metric('hicache_ext_used_bytes')}}} or {{{_metric('hicache_ext_capacity_bytes')}}}", "{{__name__}}", "bytes"),
+        ("Used and capacity", f"sum by (__name__) ({{{_either('hicache_ext_used_bytes', 'hicache_ext_capacity_bytes')}}})", "{{__name__}}", "bytes"),
         ("Oldest call in flight", f"max by (tp_rank) ({{{_metric('hicache_ext_oldest_inflight_seconds')}}})", "rank {{tp_rank}}", "s"),
         ("Oldest prefetch in a queue", f"max by (tp_rank) ({{{_metric('hicache_ext_queue_age_seconds')}}})", "rank {{tp_rank}}", "s"),
-        ("Host pages withheld, writes to retry", f"sum({{{_metric('hicache_ext_draining_pages')}}}) or sum({{{_metric('hicache_ext_retry_pages')}}})", "", "short"),
+        ("Host pages withheld, writes to retry", f"sum by (__name__) ({{{_either('hicache_ext_draining_pages', 'hicache_ext_retry_pages')}}})", "{{__name__}}", "short"),
         ("Events", f"sum by (event) (rate({{{_metric('hicache_ext_events_total')}}}[5m]))", "{{event}}", "short"),
         ("Pages stored", f"sum({{{_metric('hicache_ext_stored_pages')}}})", "pages", "short"),
         ("I/O path in use", f"sum by (engine_requested, engine, direct, durability) ({{{_metric('hicache_ext_path_info')}}})", "{{engine_requested}} -> {{engine}}, direct {{direct}}, {{durability}}", "short"),
@@ -125,6 +130,11 @@ def dashboard() -> str:
 
 def _metric(name: str) -> str:
     return f'__name__=~"{_NAME.format(name)}"'
+
+
+def _either(*names: str) -> str:
+    """Matches both; `a or b` would drop b, because PromQL compares labels without the name."""
+    return f'__name__=~"{"|".join(_NAME.format(n) for n in names)}"'
 
 
 def _panel(number: int, title: str, expression: str, legend: str, unit: str) -> dict[str, Any]:
