@@ -97,8 +97,10 @@ def _generate_in_background(pair: Any, ids: list[int], new_tokens: int) -> str:
 def test_two_hundred_requests_of_random_length_with_aborts(
     models_dir: Any, tmp_path: Path, kind: str, arguments: dict[str, Any]
 ) -> None:
+    """In float32: in bfloat16 another batch or chunk rounds otherwise, and a random model's next token is a near thing."""
     import pd_kit
 
+    arguments = {"dtype": "float32", **arguments}
     model, numbers = models_dir(kind), random.Random(3)
     shared = prompt(1, 256)
     prompts = [
@@ -106,7 +108,7 @@ def test_two_hundred_requests_of_random_length_with_aborts(
         + prompt(i, numbers.randrange(1, 900))
         for i in range(200)
     ]
-    with one_server(model, kind, tmp_path) as server:
+    with one_server(model, kind, tmp_path, **arguments) as server:
         wanted = expected(server, prompts)
     with pd_kit.Pair(model, kind, tmp_path, env={"both": SMALL_GROUPS}, **arguments) as pair:
         answers = _with_aborts(pair, prompts, numbers)

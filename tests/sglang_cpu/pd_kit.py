@@ -210,7 +210,7 @@ def shown(found):
     finish = meta.get("finish_reason") or {}
     answer = {
         "out": found.get("output_ids"),
-        "prompt": meta["prompt_tokens"],
+        "prompt": meta.get("prompt_tokens", 0),
         "cached": meta.get("cached_tokens", 0),
         "from": meta.get("cached_tokens_details") or {},
         "finish": finish,
