@@ -250,3 +250,4 @@ class DecodeEndpoint(Endpoint):
         for load in self.receiver.loads:
             self.receiver.release(load)
             self.receiver.abort(load, reason)
+        self._notify()

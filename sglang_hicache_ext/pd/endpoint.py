@@ -135,7 +135,7 @@ class Endpoint:
     def _on_event(self, event: Frame | Lost | Gone) -> None:
         if isinstance(event, Lost):
             if not event.peer.startswith("?"):
-                log.warning("PD link to %s is down: %s", event.peer, event.reason)
+                log.info("PD link to %s is down: %s", event.peer, event.reason)
                 self.metrics.add("pd_links_lost")
                 self._on_lost(event.peer, event.reason)
         elif isinstance(event, Gone):
