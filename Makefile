@@ -33,6 +33,7 @@ bench-smoke: setup
 	$(PY) benchmarks/bench_cold_start.py --smoke
 	$(PY) benchmarks/compare_policies.py --smoke
 	$(PY) benchmarks/cluster_model.py --smoke
+	$(PY) benchmarks/bench_pd.py --smoke
 
 test: test-unit test-e2e
 
@@ -78,9 +79,9 @@ $(STAMPS)/torch: requirements/torch.txt requirements/sglang-cpu.txt $(STAMPS)/ve
 	$(PIP) install $(TORCH_ARGS) -r requirements/torch.txt -c requirements/sglang-cpu.txt
 	@touch $@
 
-$(STAMPS)/packages: requirements/sglang-cpu.txt requirements/dev.txt requirements/kvikio.txt requirements/remote.txt $(STAMPS)/torch
+$(STAMPS)/packages: requirements/sglang-cpu.txt requirements/dev.txt requirements/kvikio.txt requirements/remote.txt requirements/pd.txt $(STAMPS)/torch
 	@echo "setup 3/4: SGLang and the tools of the tests"
-	$(PIP) install --no-deps $(foreach f,sglang-cpu dev kvikio remote,-r requirements/$(f).txt)
+	$(PIP) install --no-deps $(foreach f,sglang-cpu dev kvikio remote pd,-r requirements/$(f).txt)
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml $(STAMPS)/packages
