@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +231,29 @@ def test_bad_input_is_one_line_and_changes_nothing(store_path: Path, tmp_path: P
         assert said.strip().startswith("hicache-ext: ") and "->" in said, (case, said)
         assert len(said.strip().splitlines()) == 1
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("verb", ["inspect", "verify", "gc"])
+def test_a_missing_permission_is_one_line_and_changes_nothing(verb: str) -> None:
+    """As another user: the store belongs to somebody else, whichever tool looks at it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kv"
+        _open(path).close()
+        os.chmod(folder, 0o755)
+        before = sorted((str(p), p.stat().st_mtime_ns) for p in path.rglob("*"))
+        options = ["--older-than", "1h"] if verb == "gc" else []
+        code = (
+            "import contextlib, io, os, sys; from sglang_hicache_ext.cli import gc, inspect, main, verify\n"
+            "def run(*args): sys.argv[1:] = args; main.main()\n"
+            "with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()): run('inspect', '/nowhere')\n"
+            "os.setuid(65534); run(*sys.argv_of_test)"
+        ).replace("sys.argv_of_test", repr((verb, str(path), *options)))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode in (2, 3), done.stderr
+        assert done.stderr.startswith("hicache-ext: ") and len(done.stderr.splitlines()) == 1, done.stderr
+        assert sorted((str(p), p.stat().st_mtime_ns) for p in path.rglob("*")) == before
 
 
 def test_launch_prints_a_line_that_our_own_config_accepts(tmp_path: Path) -> None:
