@@ -30,6 +30,7 @@ EAGER_ROUNDS = 20
 EAGER_PAUSE_S = 0.0001
 BUSY_WAIT_S = 0.001
 IDLE_WAIT_S = 0.25
+ERROR_PAUSE_S = 0.1
 
 
 class Endpoint:
@@ -95,18 +96,14 @@ class Endpoint:
     # ------------------------------------------------------------------------------------------------- owner thread
 
     def _run(self) -> None:
-        quiet = 0
-        wait_s = IDLE_WAIT_S
+        quiet, wait_s = 0, IDLE_WAIT_S
         while not self._is_closed:
+            seen = self._progress
             try:
-                seen = self._progress
                 is_busy = self.step(wait_s)
             except Exception:
-                log.exception("PD endpoint %s: a round failed; its transfers are given up", self.instance)
-                self.metrics.add("pd_errors")
-                self._give_up("an error inside the PD endpoint")
-                is_busy, seen = True, -1
-                time.sleep(BUSY_WAIT_S)
+                self._on_error()
+                is_busy = True
             quiet = 0 if seen != self._progress else quiet + 1
             if not is_busy:
                 wait_s = IDLE_WAIT_S
@@ -115,6 +112,16 @@ class Endpoint:
                 wait_s = 0.0
             else:
                 wait_s = BUSY_WAIT_S
+
+    def _on_error(self) -> None:
+        """A bug of ours or of a driver: end what is open, keep what may still be written to, and go on."""
+        log.exception("PD endpoint %s: a round failed; its transfers are given up", self.instance)
+        self.metrics.add("pd_errors")
+        try:
+            self._give_up("an error inside the PD endpoint")
+        except Exception:
+            log.exception("PD endpoint %s: its transfers could not be given up", self.instance)
+        time.sleep(ERROR_PAUSE_S)
 
     def step(self, timeout_s: float) -> bool:
         """One round; True while something is under way that the links would not wake for."""
