@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent / "docs"
 _NAME = "sglang[:_]{}"
 """Both prefixes: SGLang 0.5.23 exports `sglang:`, newer builds `sglang_`."""
 
+WHOLE = 'tier=""'
+"""The whole store; with a tiered one each tier has series of its own, which must not be added to it."""
+
+_TIERS = 'tier=~".+"'
+
 _COUNTED = re.compile(r'metrics\.add\(\s*(f?)"([a-z0-9_]+(?:\{[^"]*\})?[a-z0-9_]*)"')
 
 
@@ -65,6 +70,8 @@ def metrics() -> str:
         "Generated from the code (`python scripts/make_docs.py`). Exported by each rank when SGLang runs with",
         "`--enable-metrics`, with SGLang's prefix (`sglang:` in 0.5.23, `sglang_` in newer builds) and the labels",
         f"{', '.join(f'`{b}`' for b in BASE_LABELS)}. SGLang's own storage series go on beside them.",
+        'The whole store has `tier=""`; a tiered store has the same series for `near` and `far` beside it: never add them up.',
+        "Reads that move pages between the tiers count in theirs.",
         "",
         "| series | type | own labels | meaning |",
         "|---|---|---|---|",
@@ -115,6 +122,7 @@ def dashboard() -> str:
         ("Events", f"sum by (event) (rate({{{_metric('hicache_ext_events_total')}}}[5m]))", "{{event}}", "short"),
         ("Pages stored", f"sum({{{_metric('hicache_ext_stored_pages')}}})", "pages", "short"),
         ("I/O path in use", f"sum by (engine_requested, engine, direct, durability) ({{{_metric('hicache_ext_path_info')}}})", "{{engine_requested}} -> {{engine}}, direct {{direct}}, {{durability}}", "short"),
+        ("Pages of each tier by outcome", f"sum by (tier, outcome) (rate({{{_metric('hicache_ext_pages_total', _TIERS)}}}[5m]))", "{{tier}} {{outcome}}", "short"),
         ("Healthy", f"min by (tp_rank) ({{{_metric('hicache_ext_healthy')}}})", "rank {{tp_rank}}", "short"),
     ]  # fmt: skip
     body = {
@@ -128,13 +136,13 @@ def dashboard() -> str:
     return json.dumps(body, indent=1) + "\n"
 
 
-def _metric(name: str) -> str:
-    return f'__name__=~"{_NAME.format(name)}"'
+def _metric(name: str, tier: str = WHOLE) -> str:
+    return f'__name__=~"{_NAME.format(name)}",{tier}'
 
 
 def _either(*names: str) -> str:
     """Matches both; `a or b` would drop b, because PromQL compares labels without the name."""
-    return f'__name__=~"{"|".join(_NAME.format(n) for n in names)}"'
+    return f'__name__=~"{"|".join(_NAME.format(n) for n in names)}",{WHOLE}'
 
 
 def _panel(number: int, title: str, expression: str, legend: str, unit: str) -> dict[str, Any]:

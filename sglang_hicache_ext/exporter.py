@@ -43,8 +43,8 @@ GAUGES = {
 
 HISTOGRAMS = {"hicache_ext_batch_seconds": ("operation", "Seconds of one batch of pages.")}
 
-BASE_LABELS = ("storage_backend", "tp_rank")
-"""As on SGLang's own storage series."""
+BASE_LABELS = ("storage_backend", "tp_rank", "tier")
+"""The first two as on SGLang's own storage series; ``tier`` is "" for the whole store, "near" or "far" for a tier of it."""
 PATH_LABELS = ("engine_requested", "engine", "direct", "durability")
 
 _BYTES = {"read_bytes": "read", "written_bytes": "written"}
@@ -82,7 +82,7 @@ class Exporter:
         """Raises ImportError without prometheus_client (the ``metrics`` extra; SGLang brings it)."""
         import prometheus_client
 
-        self._labels = dict(labels)
+        self._labels = {"tier": "", **labels}
         self._series = self._make(prometheus_client, prefix, registry or prometheus_client.REGISTRY)
         self._seen: dict[tuple[str, str], float] = {}
 

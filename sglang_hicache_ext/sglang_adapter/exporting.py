@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_hicache_ext.exporter import PREFIXES, Exporter, Reading
+from sglang_hicache_ext.ports import PageStore
 from sglang_hicache_ext.storage_backends.engines.workers import DaemonWorkers
 
 if TYPE_CHECKING:
@@ -43,14 +44,23 @@ class BackendExport:
 
     def __init__(self, backend: HiCacheExtStorage, labels: dict[str, str], *, registry: Any = None) -> None:
         self._backend = backend
-        self._exporter = Exporter(labels, prefix=metric_prefix(), registry=registry)
+        prefix = metric_prefix()
+        self._exporter = Exporter(labels, prefix=prefix, registry=registry)
+        self._tiers = [
+            (store, Exporter({**labels, "tier": tier}, prefix=prefix, registry=registry))
+            for tier, store in tiers_of(backend.store).items()
+        ]
         self._last = -EVERY_S
         self._workers = DaemonWorkers(1, "hicache-export")
         self._idle = threading.Event()
         self._idle.set()
-        self._metrics = getattr(backend.store, "metrics", None)
-        if self._metrics is not None:
-            self._metrics.attach(self._exporter.observe)
+        self._heard = [
+            (store.metrics, exporter.observe)
+            for store, exporter in [(backend.store, self._exporter), *self._tiers]
+            if hasattr(store, "metrics")
+        ]
+        for metrics, observe in self._heard:
+            metrics.attach(observe)
 
     def tick(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Have a look taken when the last one began a second ago and is over."""
@@ -64,6 +74,8 @@ class BackendExport:
     def _look(self) -> None:
         try:
             self._backend.guarded("export", lambda: self._exporter.publish(reading_of(self._backend)))
+            for store, exporter in self._tiers:
+                self._backend.guarded("export", lambda s=store, e=exporter: e.publish(reading_of_tier(s)))  # type: ignore[misc]
         finally:
             self._idle.set()
 
@@ -72,8 +84,8 @@ class BackendExport:
         return self._idle.wait(timeout_s)
 
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.detach(self._exporter.observe)
+        for metrics, observe in self._heard:
+            metrics.detach(observe)
         self._workers.close(timeout_s=1.0)
 
 
@@ -104,6 +116,22 @@ def reading_of(backend: HiCacheExtStorage) -> Reading:
         "hicache_ext_healthy": 0.0 if backend.disabled else 1.0,
     }
     return Reading(tuple(parts), gauges, path_of(backend.store.describe()))
+
+
+def tiers_of(store: PageStore) -> dict[str, PageStore]:
+    """The tiers that a tiered store is made of; {} for one that is whole."""
+    return {tier: getattr(store, tier) for tier in ("near", "far") if hasattr(store, tier)}
+
+
+def reading_of_tier(store: PageStore) -> Reading:
+    """One look at a tier: its own outcomes, bytes and path."""
+    stats, metrics = store.stats(), getattr(store, "metrics", None)
+    gauges = {
+        "hicache_ext_stored_pages": float(stats.pages),
+        "hicache_ext_used_bytes": float(stats.used_bytes),
+        "hicache_ext_capacity_bytes": float(stats.capacity_bytes),
+    }
+    return Reading((metrics.snapshot(),) if metrics is not None else (), gauges, path_of(store.describe()))
 
 
 def path_of(store: dict[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from sglang_hicache_ext.sglang_adapter.guard import Guard
 torch = pytest.importorskip("torch")
 
 KEYS = [f"{i:064x}" for i in range(8)]
-LABELS = {"storage_backend": "nvme", "tp_rank": "0"}
+LABELS = {"storage_backend": "nvme", "tp_rank": "0", "tier": ""}
 
 
 @pytest.fixture
@@ -155,3 +155,34 @@ def test_the_oldest_call_in_flight_is_named_with_its_age():
 def test_the_prefix_is_read_from_sglangs_own_collector():
     assert exporting.metric_prefix() == "sglang:"
     assert exporting.metric_prefix("no_such_module_here") == "sglang:"
+
+
+def test_the_tiers_of_a_tiered_store_are_exported_beside_the_whole(storage, registry, monkeypatch):
+    from sglang_hicache_ext.config import HiCacheExtConfig
+    from sglang_hicache_ext.storage_backends.memory import MemoryStore
+    from sglang_hicache_ext.storage_backends.tiered import TieredStore
+
+    backend, pool = storage
+    tiered = TieredStore(HiCacheExtConfig(), near=MemoryStore(), far=MemoryStore())
+    whole = backend.store
+    monkeypatch.setattr(backend, "store", tiered)
+    monkeypatch.setattr(backend._channels["kv"], "_store", tiered)
+    backend._channels["kv"]._namespaces.clear()
+    export = exporting.BackendExport(backend, LABELS, registry=registry)
+    assert backend.batch_set_v1(KEYS[:6], indices(pool, 6)) == [True] * 6
+    assert tiered.flush(30)
+    tiered.near.remove(backend._channels["kv"].namespace, [bytes.fromhex(KEYS[0])])
+    assert backend.batch_get_v1(KEYS[:6], indices(pool, 6, 8)) == [True] * 6
+    export.tick(lambda: 100.0)
+    assert export.wait(30)
+
+    def loaded(tier):
+        labels = {**LABELS, "tier": tier, "outcome": "loaded"}
+        return registry.get_sample_value("sglang:hicache_ext_pages_total", labels)
+
+    moved = 6  # the near tier is also read to send pages on to the far one
+    assert (loaded(""), loaded("near"), loaded("far")) == (6, 5 + moved, 1)
+    assert registry.get_sample_value("sglang:hicache_ext_stored_pages", {**LABELS, "tier": "far"}) == 6
+    export.close()
+    tiered.close()
+    monkeypatch.setattr(backend, "store", whole)

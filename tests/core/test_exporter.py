@@ -12,7 +12,7 @@ from sglang_hicache_ext.exporter import GAUGES, PREFIXES, Exporter, Reading, ser
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
 
-LABELS = {"storage_backend": "nvme", "tp_rank": "0"}
+LABELS = {"storage_backend": "nvme", "tp_rank": "0", "tier": ""}
 
 
 @pytest.fixture
@@ -84,6 +84,16 @@ def test_a_backend_attached_again_goes_on_with_the_same_series(registry: Any) ->
         metrics.pages([Outcome.LOADED])
         Exporter(LABELS, registry=registry).publish(Reading((metrics.snapshot(),)))
     assert _value(registry, "hicache_ext_pages_total", outcome="loaded") == 2
+
+
+def test_a_tier_has_series_of_its_own_and_the_whole_store_is_the_default(registry: Any) -> None:
+    whole, near = Metrics(), Metrics()
+    whole.pages([Outcome.LOADED] * 5)
+    near.pages([Outcome.LOADED] * 3)
+    Exporter({"storage_backend": "nvme", "tp_rank": "0"}, registry=registry).publish(Reading((whole.snapshot(),)))
+    Exporter({**LABELS, "tier": "near"}, registry=registry).publish(Reading((near.snapshot(),)))
+    assert _value(registry, "hicache_ext_pages_total", outcome="loaded") == 5
+    assert _value(registry, "hicache_ext_pages_total", outcome="loaded", tier="near") == 3
 
 
 def test_both_prefixes_name_the_same_series() -> None:

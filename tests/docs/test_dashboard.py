@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "scripts"))
 from promql import Query, Series  # noqa: E402
 
 PANELS = json.loads((ROOT / "docs/grafana/hicache-ext.json").read_text())["panels"]
-LABELS = {"storage_backend": "nvme", "tp_rank": "0"}
+LABELS = {"storage_backend": "nvme", "tp_rank": "0", "tier": ""}
 
 
 @pytest.fixture(params=PREFIXES)
@@ -29,6 +29,7 @@ def series(request: pytest.FixtureRequest) -> Iterator[Series]:
     """Two scrapes, ten seconds apart: 30 of 40 pages loaded, batches of 20 ms."""
     registry, metrics, series = prometheus_client.CollectorRegistry(), Metrics(), Series()
     exporter = Exporter(LABELS, prefix=request.param, registry=registry)
+    near = Exporter({**LABELS, "tier": "near"}, prefix=request.param, registry=registry)
     metrics.attach(exporter.observe)
     gauges = dict.fromkeys(set(GAUGES) - {"hicache_ext_path_info"}, 3.0)
     path = {"engine_requested": "auto", "engine": "io_uring", "direct": "True", "durability": "process"}
@@ -39,6 +40,7 @@ def series(request: pytest.FixtureRequest) -> Iterator[Series]:
         metrics.add("reclaimed_pages", 5)
         metrics.observe("read_batch_seconds", 0.02)
         exporter.publish(Reading((metrics.snapshot(),), gauges, path))
+        near.publish(Reading((metrics.snapshot(),), gauges, path))
         series.add(at, [(s.name, s.labels, s.value) for f in registry.collect() for s in f.samples])
     yield series
     Exporter._made.clear()
@@ -54,6 +56,7 @@ def value_of(title: str, series: Series) -> dict[str, float]:
 def test_panels_say_what_their_titles_promise(series: Series) -> None:
     assert value_of("Share of queried pages that were loaded", series) == {"": 0.75}
     assert value_of("Queried pages by outcome", series) == {"loaded": 3.0, "absent": 1.0}
+    assert value_of("Pages of each tier by outcome", series) == {"loaded,near": 3.0, "absent,near": 1.0}
     assert value_of("Written pages by outcome", series) == {"stored": 2.0}
     assert value_of("Payload moved", series) == {"read": 100.0}
     assert value_of("Events", series) == {"reclaimed_pages": 0.5}
@@ -71,7 +74,7 @@ def test_every_expression_finds_its_series(panel: dict[str, Any], series: Series
 def test_or_drops_what_has_the_same_labels_under_another_name(series: Series) -> None:
     (name,) = {n for labels in series.rows for k, n in labels if k == "__name__" and n.endswith("used_bytes")}
     other = name.replace("used", "capacity")
-    found = Query(f'{{__name__="{name}"}} or {{__name__="{other}"}}', 60.0).at(series, 10.0)
+    found = Query(f'{{__name__="{name}",tier=""}} or {{__name__="{other}",tier=""}}', 60.0).at(series, 10.0)
     assert [dict(labels)["__name__"] for labels in found] == [name]
 
 
