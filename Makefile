@@ -33,6 +33,7 @@ bench-smoke: setup
 	$(PY) benchmarks/bench_cold_start.py --smoke
 	$(PY) benchmarks/compare_policies.py --smoke
 	$(PY) benchmarks/cluster_model.py --smoke
+	$(PY) benchmarks/bench_tools.py --smoke --rounds 2
 	$(PY) benchmarks/bench_pd.py --smoke
 
 test: test-unit test-e2e
