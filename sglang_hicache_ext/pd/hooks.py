@@ -165,7 +165,8 @@ class PrefillHooks(Protocol):
         ...
 
     def forget(self, key: TransferKey) -> None:
-        """The engine has read the final status. An unsettled one is kept until it is settled."""
+        """The engine has read the final status; to be called for every key it has started. An unsettled one is kept
+        until it is settled. A send that was never started goes by itself."""
         ...
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -120,7 +120,7 @@ class PrefillEndpoint(Endpoint):
 
     def status(self, key: TransferKey) -> SendStatus:
         send = self._sends.sends.get(key)
-        return UNKNOWN if send is None else send.shown
+        return self._sends.ended.get(key, UNKNOWN) if send is None else send.shown
 
     def abort(self, key: TransferKey, reason: str) -> None:
         self._call(lambda: self._sends.abort(key, reason))

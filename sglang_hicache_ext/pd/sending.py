@@ -25,6 +25,8 @@ WINDOW = 4
 """Groups in flight to one peer: enough to keep a link busy, few enough that they end one after the other."""
 TOMBSTONES = 4096
 """Epochs aborted before their reservation came, remembered per peer."""
+REMEMBERED = 1024
+"""Ended sends whose last status can still be asked for."""
 
 OPEN = SendStatus(SendState.OPEN, "", False)
 
@@ -95,6 +97,7 @@ class Send:
     chunks: list[ChunkSend] = field(default_factory=list)
     posted: list[Posted] = field(default_factory=list)
     has_last: bool = False
+    is_started: bool = False
     is_told: bool = False
     is_forgotten: bool = False
     asked: bool = False
@@ -137,6 +140,7 @@ class Sender:
         self._metrics, self._tell, self._pass_note, self._announce = metrics, tell, pass_note, announce
         self._changed, self._broken = changed, broken
         self.sends: dict[TransferKey, Send] = {}
+        self.ended: OrderedDict[TransferKey, SendStatus] = OrderedDict()
         self.rooms: dict[int, dict[str, Reservation]] = {}
         self._tombs: dict[str, OrderedDict[int, None]] = {}
         self._forgotten_to: dict[str, int] = {}
@@ -182,6 +186,7 @@ class Sender:
         has_extra = chunk.is_last and any(len(items) for items in chunk.extra.values())
         item = ChunkSend(chunk, groups, self._planner.extra if has_extra else None)
         send.chunks.append(item)
+        send.is_started = True
         send.has_last = send.has_last or chunk.is_last
         send.deadline = deadline
         self._metrics.add("pd_chunks_layered" if len(groups) > 1 else "pd_chunks_whole")
@@ -364,11 +369,18 @@ class Sender:
         if not send.is_told and (send.asked or send.state is not SendState.SENT):
             send.is_told = True
             self._tell(send.key, send.state, send.reason)
-        if send.is_forgotten or send.key.peer in self._gone:
+        if send.is_forgotten or not send.is_started or send.key.peer in self._gone:
+            self._keep_status(send)
             if send.key.peer not in self._gone:
                 self._bury(send.key)
             del self.sends[send.key]
             self._leave_room(send)
+
+    def _keep_status(self, send: Send) -> None:
+        """An engine may still ask how a send ended that it never started; the last ones are remembered."""
+        self.ended[send.key] = send.shown
+        if len(self.ended) > REMEMBERED:
+            self.ended.popitem(last=False)
 
     def _leave_room(self, send: Send) -> None:
         room = self.rooms.get(send.key.room, {})

@@ -108,10 +108,15 @@ LARGE = {"shape": {"layers": 4, "slots": 64, "page_words": 32768}}
 
 def test_prefill_hangs_and_comes_back(pair: Callable[..., Any]) -> None:
     """SIGSTOP in the middle, deadline, SIGCONT: what arrives late arrives in pages that nobody has been given."""
-    prefill, decode = pair({"layer_s": 0.05, **LARGE}, LARGE)
+    prefill, decode = pair(LARGE, LARGE)
+    firsts = StampedPool(decode.memory, Shape(**LARGE["shape"]), is_new=False).pages[..., 0]
     decode.do(do="load", room=1, pages=40, deadline_s=1.5)
-    time.sleep(0.15)
+    deadline = time.monotonic() + 10
+    while not (firsts != -1).any():
+        assert time.monotonic() < deadline
     prefill.signal(signal.SIGSTOP)
+    time.sleep(0.2)
+    assert np.count_nonzero(firsts != -1) < 4 * 2 * 40, "stopped in the middle of its writes"
     over = decode.hear("load", timeout_s=10)
     assert over["state"] == "timed_out"
     state = decode.state_until(quarantined=40)
