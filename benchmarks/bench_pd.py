@@ -30,13 +30,14 @@ from sglang_hicache_ext.pd.settings import PdSettings
 
 LENGTHS = (32, 256, 1024, 4096, 8192, 32768)
 SLOW_LENGTHS = (1024, 8192)
+WARM_UP_BELOW = 4096
 SLOW = 0.5
 """The slow link, as a share of what the computing makes per second."""
 COLUMNS = ("visible_ms", "last_group_ms", "bound_ms", "ttft_ms", "compute_ms")
 
 
 def _options(argv: Sequence[str] | None) -> Namespace:
-    p = parser((__doc__ or "").split("\n", 1)[0], rounds=5)
+    p = parser((__doc__ or "").split("\n", 1)[0], rounds=3)
     p.add_argument("--transport", default="nixl", choices=["nixl", "mooncake"], help="driver")
     p.add_argument("--ucx", default="TLS=tcp,NET_DEVICES=lo", help="UCX engine configuration of the nixl driver")
     p.add_argument("--group", default="4MiB", help="least bytes of a layer group")
@@ -157,7 +158,10 @@ class Pair:
 def _measure(run: Run, pair: Pair, args: Namespace, lengths: Sequence[int], link: float, name: str) -> bool:
     for tokens in lengths:
         arms = [pair.arm(way, tokens, args, link) for way in (WHOLE, CHUNKS, LAYERS)]
-        if not run.measure(f"{tokens} tokens, {name} link", arms, args.rounds):
+        warm_up = int(
+            tokens < WARM_UP_BELOW
+        )  # longer ones need none: the path is warm, and a round takes half a minute
+        if not run.measure(f"{tokens} tokens, {name} link", arms, args.rounds, warm_up):
             return False
     return True
 
