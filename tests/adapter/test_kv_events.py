@@ -181,6 +181,19 @@ def test_the_option_without_sglangs_events_is_refused_in_one_message(kit, nvme):
         kit.Node(kit.Shape("mha", "page_first", PAGE_TOKENS), "nvme", {**nvme, "kv_events": True})
 
 
+def test_a_store_without_a_place_is_refused(kit):
+    extra = {
+        "backend_name": "memory",
+        "module_path": "sglang_hicache_ext.sglang_adapter.storage",
+        "class_name": "HiCacheExtStorage",
+        "interface_v1": 1,
+        "kv_events": True,
+    }
+    config = json.dumps({"publisher": "null"})
+    with pytest.raises(ConfigError, match="belong to no node"):
+        kit.Node(kit.Shape("mha", "page_first", PAGE_TOKENS), "dynamic", extra, kv_events=config)
+
+
 # ---- the books, against a real store
 
 
