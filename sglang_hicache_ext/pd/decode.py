@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,6 +182,10 @@ class DecodeEndpoint(Endpoint):
     @property
     def quarantined_pages(self) -> int:
         return self.receiver.quarantined_pages
+
+    def describe(self) -> dict[str, Any]:
+        loads = {"open_loads": len(self.receiver.loads), "quarantined_pages": self.quarantined_pages}
+        return {**super().describe(), **loads}
 
     def close(self, timeout_s: float = 5.0) -> None:
         if self._is_closed:

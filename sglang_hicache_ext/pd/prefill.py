@@ -15,7 +15,8 @@ from sglang_hicache_ext.pd.geometry import PAGE_SPACE, PeerMismatchError, items_
 from sglang_hicache_ext.pd.handshake import PREFILL, Peer, check_peer
 from sglang_hicache_ext.pd.hooks import Chunk, Ready, Reservation, SendState, SendStatus, TransferKey
 from sglang_hicache_ext.pd.links import Frame
-from sglang_hicache_ext.pd.sending import ChunkSend, Sender
+from sglang_hicache_ext.pd.outgoing import ChunkSend
+from sglang_hicache_ext.pd.sending import Sender
 from sglang_hicache_ext.pd.transport import Write, WriteState
 from sglang_hicache_ext.pd.wire import FrameType, pack_end, pack_words, unpack_end, unpack_reservation, unpack_words
 
@@ -135,6 +136,9 @@ class PrefillEndpoint(Endpoint):
     def peers(self) -> tuple[str, ...]:
         """Instances of the decode endpoints that have connected and are not known to be gone."""
         return tuple(self._peers)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "peers": len(self._peers), "open_sends": len(self._sends.sends)}
 
     def close(self, timeout_s: float = 5.0) -> None:
         if self._is_closed:

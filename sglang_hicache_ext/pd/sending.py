@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,9 +15,10 @@ from sglang_hicache_ext.errors import StoreError
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.pd.geometry import PAGE_SPACE, misplaced
 from sglang_hicache_ext.pd.groups import Group, GroupPlanner
-from sglang_hicache_ext.pd.hooks import Chunk, Ready, Reservation, SendState, SendStatus, TransferKey
+from sglang_hicache_ext.pd.hooks import Chunk, Reservation, SendState, SendStatus, TransferKey
+from sglang_hicache_ext.pd.outgoing import ChunkSend, Posted, Send
 from sglang_hicache_ext.pd.settings import PdSettings
-from sglang_hicache_ext.pd.transport import Rows, Transport, Write, WriteState
+from sglang_hicache_ext.pd.transport import Rows, Transport, WriteState
 from sglang_hicache_ext.pd.wire import Note, NoteKind
 
 WINDOW = 4
@@ -28,94 +28,7 @@ TOMBSTONES = 4096
 REMEMBERED = 1024
 """Ended sends whose last status can still be asked for."""
 
-OPEN = SendStatus(SendState.OPEN, "", False)
-
 Tell = Callable[[TransferKey, SendState, str], None]
-
-
-@dataclass(slots=True, eq=False)
-class ChunkSend:
-    """A chunk under way.
-
-    Attributes:
-        groups: of its pages, in layer order; posted from the front.
-        saved: layer -> the event after which it is written.
-        rest: event after which every layer is written; valid once ``is_finished``.
-        is_done: every group of it is in place. The only field that other threads read.
-    """
-
-    chunk: Chunk
-    groups: list[Group]
-    extra: Group | None
-    saved: dict[int, Ready | None] = field(default_factory=dict)
-    is_finished: bool = False
-    rest: Ready | None = None
-    posted: int = 0
-    extra_posted: bool = False
-    in_flight: int = 0
-    is_done: bool = False
-
-    @property
-    def is_posted(self) -> bool:
-        return self.posted == len(self.groups) and (self.extra is None or self.extra_posted)
-
-    def is_written(self, start: int, stop: int) -> bool:
-        """Whether layers [start, stop) of its pages hold their final bytes."""
-        if self.chunk.ready is not None and not self.chunk.ready.is_done():
-            return False
-        for layer in range(start, stop):
-            if layer in self.saved:
-                event = self.saved[layer]
-            elif self.is_finished:
-                event = self.rest
-            else:
-                return False
-            if event is not None and not event.is_done():
-                return False
-        return True
-
-
-@dataclass(slots=True, eq=False)
-class Posted:
-    """A write in flight and what is announced with it."""
-
-    item: ChunkSend
-    write: Write
-    note: bytes
-    announced: AbstractContextManager[None]
-    is_lost: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Send:
-    """All chunks of one reservation. Other threads read ``reservation`` and ``shown`` only."""
-
-    reservation: Reservation
-    state: SendState = SendState.OPEN
-    reason: str = ""
-    deadline: float = float("inf")
-    chunks: list[ChunkSend] = field(default_factory=list)
-    posted: list[Posted] = field(default_factory=list)
-    has_last: bool = False
-    is_started: bool = False
-    is_told: bool = False
-    is_forgotten: bool = False
-    asked: bool = False
-    shown: SendStatus = OPEN
-
-    @property
-    def key(self) -> TransferKey:
-        return self.reservation.key
-
-    @property
-    def is_settled(self) -> bool:
-        """No write of it reads this side's pages any more, or none whose bytes anybody would take."""
-        return self.state is not SendState.OPEN and all(p.is_lost for p in self.posted)
-
-    @property
-    def is_quiet(self) -> bool:
-        """No byte of it can reach the peer's pages any more."""
-        return self.state is not SendState.OPEN and not self.posted
 
 
 class Sender:
@@ -188,6 +101,8 @@ class Sender:
         send.chunks.append(item)
         send.is_started = True
         send.has_last = send.has_last or chunk.is_last
+        send.covered += len(chunk.pages)
+        item.is_done = item.is_posted  # nothing to send at all
         send.deadline = deadline
         self._metrics.add("pd_chunks_layered" if len(groups) > 1 else "pd_chunks_whole")
         return item
@@ -309,8 +224,6 @@ class Sender:
                 if not self._post(send, item, item.extra, NoteKind.EXTRA):
                     return
                 item.extra_posted = True
-            if item.is_posted and not item.in_flight:
-                item.is_done = True  # a last chunk of no pages and no extra items
         send.chunks = [c for c in send.chunks if not c.is_posted]
 
     def _post(self, send: Send, item: ChunkSend, group: Group, kind: NoteKind) -> bool:
@@ -356,7 +269,7 @@ class Sender:
 
     def _conclude(self, send: Send) -> None:
         if send.state is SendState.OPEN:
-            if send.has_last and not send.chunks and not send.posted:
+            if send.is_whole and not send.chunks and not send.posted:
                 self._end(send, SendState.SENT, "")
             else:
                 return

@@ -196,7 +196,7 @@ class PrefillProcess:
             address=self.end.address,
             dirty=self.dirty,
             free=len(self.pool.free),
-            open=len(self.end._sends.sends),
+            open=self.end.describe()["open_sends"],
         )
 
 

@@ -154,6 +154,20 @@ def test_chunks_may_come_in_any_order_and_the_last_one_without_pages() -> None:
     assert b.run(lambda: b.prefill.status(key.key).state is SendState.SENT)
 
 
+def test_the_last_chunk_may_come_first() -> None:
+    b = Bench()
+    load = b.load()
+    key = b.reserved()
+    last = b.prefill.start_save_kv([chunk(key, first=1, pages=np.array([1]))])
+    last.finish()
+    b.rest()
+    assert b.prefill.status(key.key).state is SendState.OPEN
+    assert last._is_over(), "that chunk is in place"
+    b.prefill.start_save_kv([chunk(key, first=0, pages=np.array([0]), is_last=False, extra={})]).finish()
+    assert b.run(lambda: load.status().state is LoadState.COMPLETE)
+    assert b.run(lambda: b.prefill.status(key.key).state is SendState.SENT)
+
+
 def test_a_page_that_never_came_keeps_a_load_open() -> None:
     """Groups are counted by what they cover: a last chunk alone completes nothing."""
     b = Bench()

@@ -16,9 +16,9 @@ import pytest
 from sglang_hicache_ext.pd.decode import DecodeEndpoint
 from sglang_hicache_ext.pd.geometry import Geometry, LayerBuffer
 from sglang_hicache_ext.pd.hooks import Chunk, LoadRequest, LoadState, SendState
+from sglang_hicache_ext.pd.outgoing import ChunkSend, Send
 from sglang_hicache_ext.pd.prefill import PrefillEndpoint
 from sglang_hicache_ext.pd.receiving import Landing, Receiver
-from sglang_hicache_ext.pd.sending import ChunkSend, Send
 from sglang_hicache_ext.pd.settings import PdSettings
 from sglang_hicache_ext.pd.wire import FrameType, pack_words
 from sglang_hicache_ext.testing.clock import ManualClock
