@@ -45,7 +45,10 @@ def test_mooncake_transfers_through_64_slots(pair: Callable[..., Any]) -> None:
     assert result["complete"] > 50
 
 
-@pytest.mark.parametrize("code", [0, 3])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("code", [pytest.param(0, marks=FULL), 3])
 def test_a_process_that_used_nixl_ends_with_its_own_exit_code(pair: Callable[..., Any], code: int) -> None:
     prefill, decode = pair({"exit": code}, {"exit": code})
     decode.do(do="load", room=1, pages=3, deadline_s=10)
@@ -53,7 +56,7 @@ def test_a_process_that_used_nixl_ends_with_its_own_exit_code(pair: Callable[...
     assert (prefill.leave(), decode.leave()) == (code, code)
 
 
-@pytest.mark.parametrize("hold", ["reserved", "layer", "finished"])
+@pytest.mark.parametrize("hold", [pytest.param("reserved", marks=FULL), "layer", pytest.param("finished", marks=FULL)])
 def test_prefill_dies(pair: Callable[..., Any], start: Callable[..., Any], hold: str) -> None:
     prefill, decode = pair({"hold": hold})
     if hold != "finished":
@@ -75,9 +78,13 @@ def test_prefill_dies(pair: Callable[..., Any], start: Callable[..., Any], hold:
     assert (over["state"], over["foreign"]) == ("complete", 0)
 
 
-@pytest.mark.parametrize("hold", ["reserved", "layer"])
-def test_decode_dies(pair: Callable[..., Any], start: Callable[..., Any], hold: str) -> None:
-    prefill, decode = pair({"hold": hold})
+@pytest.mark.parametrize(
+    ("hold", "transport"),
+    [pytest.param("reserved", "nixl", marks=FULL), ("layer", "nixl"), pytest.param("layer", "mooncake", marks=FULL)],
+)
+def test_decode_dies(pair: Callable[..., Any], start: Callable[..., Any], hold: str, transport: str) -> None:
+    settings = {"pd_transport": transport}
+    prefill, decode = pair({"hold": hold}, settings=settings)
     decode.do(do="load", room=1, pages=5, deadline_s=60)
     prefill.hear("held")
     decode.kill()
@@ -85,7 +92,7 @@ def test_decode_dies(pair: Callable[..., Any], start: Callable[..., Any], hold: 
     assert over["state"] == "failed" and "decode side" in over["reason"]
     prefill.do(hold="")
     prefill.hear("ok")
-    another = start("decode")
+    another = start("decode", settings)
     another.hear("up")
     another.do(do="connect", address=_address(prefill))
     another.hear("connected")
@@ -163,10 +170,10 @@ def test_decode_hangs_and_comes_back(pair: Callable[..., Any]) -> None:
     ("other", "settings", "words"),
     [
         ({"shape": {"layers": 5}}, {}, "layers: here 6, peer 5"),
-        ({"shape": {"page_words": 256}}, {}, "item_bytes: here 2048, peer 4096"),
-        ({"facts": {"dtype": "float8_e4m3"}}, {}, "dtype: here 'float8_e4m3', peer 'int64'"),
+        pytest.param({"shape": {"page_words": 256}}, {}, "item_bytes: here 2048, peer 4096", marks=FULL),
+        pytest.param({"facts": {"dtype": "float8_e4m3"}}, {}, "dtype: here 'float8_e4m3', peer 'int64'", marks=FULL),
         ({"facts": {"sglang": "0.5.22"}}, {}, "sglang: here '0.5.22', peer 'not given'"),
-        ({}, {"pd_transport": "mooncake"}, "transport: here 'mooncake', peer 'nixl'"),
+        pytest.param({}, {"pd_transport": "mooncake"}, "transport: here 'mooncake', peer 'nixl'", marks=FULL),
     ],
 )
 def test_sides_that_do_not_fit(
