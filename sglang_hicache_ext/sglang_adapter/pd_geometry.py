@@ -119,7 +119,6 @@ def facts_of(manager: Any, model: str) -> dict[str, str]:
         "pp": f"rank {manager.pp_rank} of {manager.pp_size}",
         "model": model,
         "sglang": compat.installed_version("sglang") or "unknown",
-        "hicache_ext": compat.installed_version("sglang-hicache-ext") or "unknown",
     }
     if manager.is_mla_backend:  # every rank holds the same latent KV
         facts["attention_tp"] = "any"

@@ -73,6 +73,9 @@ def _join(manager: Any, queue: Any) -> None:
     model = ",".join(getattr(config, "architectures", None) or ["unknown"])
     pool = queue.token_to_kv_pool
     facts = pd_geometry.facts_of(manager, model)
+    facts["kv_dtype"] = str(
+        getattr(pool, "dtype", "unknown")
+    )  # SGLang's own fact says "auto" for whatever the model has
     manager.join(pd_geometry.geometry_of(manager.kv_args, pool, facts, _device_of(pool)))
 
 

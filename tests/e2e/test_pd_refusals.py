@@ -38,7 +38,7 @@ def test_sides_that_do_not_fit_are_refused_with_both_values(models_dir: Any, tmp
 
         for arguments, values in (
             ({"model_path": big}, ("layers: here 12, peer 4",)),
-            ({"dtype": "float32"}, ("kv_cache_dtype=bfloat16", "kv_cache_dtype=float32")),
+            ({"dtype": "float16"}, ("kv_dtype: here 'torch.float16', peer 'torch.bfloat16'",)),
             ({"page_size": 32}, ("page_size=16", "page_size=32")),
         ):
             pair.stop("decode")
