@@ -143,9 +143,8 @@ class HiCacheExtKVManager(CommonKVManager):  # type: ignore[misc]
             logger.exception("a message from a decode server cannot be read: %r", frames[0][:24])
 
     def _abort_room(self, found: AbortNotification | None) -> None:
-        if found is not None and self.request_status.get(found.room) not in (None, KVPoll.Success):
-            self.record_failure(found.room, "aborted by the decode side")
-            self.update_status(found.room, KVPoll.Failed)
+        if found is not None and self.sending is not None and self.request_status.get(found.room) != KVPoll.Success:
+            self.sending.give_up(found.room, "given up by the decode side")
 
     def add_transfer_request(
         self,

@@ -30,8 +30,11 @@ class HiCacheExtKVSender(CommonKVSender):  # type: ignore[misc]
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ):
-        mgr.sending.claim(bootstrap_room)
+        reason = mgr.sending.claim(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        if reason:
+            mgr.record_failure(bootstrap_room, reason)
+            mgr.update_status(bootstrap_room, KVPoll.Failed)
 
     def _poll_with_status(self, check_status: Any) -> Any:
         """An end is told only when the pages may be used again: SGLang frees them at once."""

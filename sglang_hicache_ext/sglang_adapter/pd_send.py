@@ -75,6 +75,8 @@ class SendSide:
         self._promised: dict[int, set[tuple[str, int]]] = {}
         self._withdrawn: dict[int, list[Announced]] = {}
         self._failed: Rooms = OrderedDict()
+        self._ended: Rooms = OrderedDict()
+        self._given_up: dict[int, tuple[float, str]] = {}
         self._never_asked: Rooms = OrderedDict()  # a request was here, no decode rank came
         self._never_claimed: Rooms = OrderedDict()  # a decode rank came, no request
 
@@ -107,9 +109,22 @@ class SendSide:
             at = self._failed.get(room)
             return at is not None and room not in self._rooms and time.monotonic() - at < FAILED_S
 
+    def give_up(self, room: int, reason: str) -> None:
+        """A room that cannot go on, whether its request has come yet or not."""
+        if room in self._manager.request_status:
+            self._manager.record_failure(room, reason)
+            self._manager.update_status(room, _poll().Failed)
+            return
+        now = time.monotonic()
+        with self._lock:
+            if now - self._ended.get(room, -FAILED_S) < FAILED_S:
+                return  # it is about a request that was here and is over
+            self._given_up = {r: e for r, e in self._given_up.items() if now - e[0] < FAILED_S}
+            if len(self._given_up) < FAILED_ROOMS:
+                self._given_up[room] = (now, reason)
+
     def _refuse(self, found: Announced, reason: str) -> None:
-        self._manager.record_failure(found.room, reason)
-        self._manager.update_status(found.room, _poll().Failed)
+        self.give_up(found.room, reason)
         self._manager.send_kv_status_message(
             targets=[found.source], bootstrap_room=found.room, status=_poll().Failed, failure_reason=reason
         )
@@ -156,9 +171,12 @@ class SendSide:
 
     # ------------------------------------------------------------------------------------- scheduler
 
-    def claim(self, room: int) -> None:
+    def claim(self, room: int) -> str:
+        """A request of this room has come; returns "" or why it was given up before."""
         with self._lock:
             self._rooms[room] = _Room()
+            at, reason = self._given_up.pop(room, (0.0, ""))
+        return reason if time.monotonic() - at < FAILED_S else ""
 
     def waiting_elsewhere(self, room: int) -> list[int]:
         """Rooms that decode ranks announced and nobody claimed: where a request that waits may have been sent."""
@@ -271,6 +289,7 @@ class SendSide:
                 _remember(self._failed, room, time.monotonic())
                 if room not in self._heard:
                     _remember(self._never_asked, room, time.monotonic())
+            _remember(self._ended, room, time.monotonic())
             self._rooms.pop(room, None)
             self._heard.pop(room, None)
             self._promised.pop(room, None)

@@ -404,8 +404,12 @@ def test_a_decode_side_that_comes_for_a_room_given_up_is_told_at_once() -> None:
 def test_a_reservation_that_is_not_taken_is_told_to_the_decode_side() -> None:
     sending, manager, _ = side(takes=False)
     sending.announce(announced())
-    assert manager.request_status[ROOM] == 0
     assert "10.0.0.2:4711" in manager.told[0][2]
+    assert "10.0.0.2:4711" in sending.claim(ROOM)  # the request that comes for it ends at once
+    assert sending.claim(ROOM) == ""
+    manager.request_status[ROOM] = 1
+    sending.announce(announced())
+    assert manager.request_status[ROOM] == 0
 
 
 # ------------------------------------------------------------------------------------------------ prefill servers
