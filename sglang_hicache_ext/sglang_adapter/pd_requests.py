@@ -46,11 +46,6 @@ class HiCacheExtKVSender(CommonKVSender):  # type: ignore[misc]
             return KVPoll.Transferring
         return status
 
-    def _pages_of(self, start: int, pages: int) -> Any:
-        return (
-            self.rest_of(self, start, pages) if self.rest_of is not None else self.kv_mgr.pages_of(self, start, pages)
-        )
-
     def _check_bootstrap_timeout(self) -> Any:
         status = super()._check_bootstrap_timeout()
         others = self.kv_mgr.sending.waiting_elsewhere(self.bootstrap_room) if status == KVPoll.Failed else []
