@@ -89,7 +89,8 @@ def metrics() -> str:
         "The dashboard `docs/grafana/hicache-ext.json` uses the default data source and works with both prefixes. Below, its",
         "panels and expressions over the series of a real backend (SGLang's controller and host pool on a CPU, our NVMe store): pages",
         "are written until reclaim begins, read back, asked for in vain, and some are damaged on the drive. Drawn with matplotlib by",
-        "`python scripts/dashboard_picture.py`, not by Grafana.",
+        "`python scripts/dashboard_picture.py`, not by Grafana; other programs used the same two cores. The store has no tiers, so that",
+        "panel is empty.",
         "",
         "![The dashboard's panels over a real run](plots/dashboard.png)",
     ]

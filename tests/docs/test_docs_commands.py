@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +144,9 @@ def test_sglang_accepts_every_launch_line() -> None:
     pytest.importorskip("sglang")
     code = (
         "import json, sys, warnings; warnings.simplefilter('ignore')\n"
+        "import cpu_kit; cpu_kit.install()\n"
         "from sglang_hicache_ext.sglang_adapter import plugin; plugin.register()\n"
+        "assert set(plugin.health.values()) == {'ok'}, plugin.health\n"
         "import argparse; from sglang.srt.server_args import ServerArgs\n"
         "for page, words in json.load(sys.stdin):\n"
         "    parser = argparse.ArgumentParser(); ServerArgs.add_cli_args(parser)\n"
@@ -150,14 +154,28 @@ def test_sglang_accepts_every_launch_line() -> None:
         "    except SystemExit: sys.exit(f'{page}: {words}')\n"
     )
     lines = [
-        (page, [w for w in words[3:] if w != "..."])
+        (
+            page,
+            [
+                "M" if before == "--model-path" else w
+                for before, w in pairwise(words[2:])
+                if w != "..." or before == "--model-path"
+            ],
+        )
         for page, words in commands("python3?")
         if words[1:3] == ["-m", "sglang.launch_server"]
     ]
     assert len(lines) > 5
     whole = [(page, words if "--model-path" in words else ["--model-path", "M", *words]) for page, words in lines]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "tests/sglang_cpu/site")}  # what SGLang imports and a CPU lacks
     done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(whole), capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", code],
+        input=json.dumps(whole),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-1500:]
 
