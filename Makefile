@@ -30,6 +30,8 @@ cold-start: setup
 bench-smoke: setup
 	$(PY) benchmarks/bench_storage.py --smoke
 	$(PY) benchmarks/bench_pipeline.py --smoke
+	$(PY) benchmarks/bench_linker.py --smoke --parts overlap,layout
+	$(PY) benchmarks/bench_remote.py --smoke
 	$(PY) benchmarks/bench_cold_start.py --smoke
 	$(PY) benchmarks/compare_policies.py --smoke
 	$(PY) benchmarks/cluster_model.py --smoke
