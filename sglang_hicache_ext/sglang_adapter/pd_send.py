@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 FAILED_ROOMS, FAILED_S = 4096, 30.0
 """Rooms that ended badly here, remembered so that a decode server that comes for one is told at once."""
 
+ABORTED_S = 10.0
+"""How long an aborted room is kept for a sender that still asks for its state."""
 Rooms = OrderedDict[int, float]
 Pages = NDArray[np.int64]
 
@@ -54,6 +56,7 @@ class _Room:
 
     keys: list[TransferKey] = field(default_factory=list)
     is_handed_over: bool = False
+    aborted_at: float = 0.0
     promises_due: float = 0.0
 
 
@@ -145,6 +148,7 @@ class SendSide:
     def sweep(self, limit_s: float) -> None:
         """Refuse rooms that decode ranks announced and no request claimed."""
         now = time.monotonic()
+        self._drop_aborted(now)
         with self._lock:
             late = [r for r, t in self._heard.items() if now - t > limit_s and r not in self._rooms]
             waiting = [r for r in self._rooms if r not in self._heard]
@@ -160,6 +164,15 @@ class SendSide:
                 self._end(found, f"decode {found.endpoint}:{found.dst_port} asked for room {found.room}, but no request with"
                                  f" that room reached prefill {self._manager.local_ip}:{self._manager.rank_port} within"
                                  f" {limit_s:.0f} s; {named}")  # fmt: skip
+
+    def _drop_aborted(self, now: float) -> None:
+        """Rooms whose request was aborted between two chunks: SGLang does not come back to their senders."""
+        with self._lock:
+            old = [r for r, record in self._rooms.items() if record.aborted_at and now - record.aborted_at > ABORTED_S]
+        for room in filter(self.is_settled, old):
+            self.release(room)
+            for table in ("transfer_infos", "request_status", "req_to_decode_prefix_len"):
+                getattr(self._manager, table).pop(room, None)
 
     def _end(self, found: Announced, reason: str) -> None:
         logger.warning("%s", reason)
@@ -272,6 +285,9 @@ class SendSide:
         return record is None or all(self.endpoint.status(key).is_settled for key in record.keys)
 
     def abort(self, room: int, reason: str) -> None:
+        record = self._rooms.get(room)
+        if record is not None:
+            record.aborted_at = time.monotonic()
         for found in list(self._manager.transfer_infos.get(room, {}).values()):
             if found.key is not None:
                 self.endpoint.abort(found.key, reason)

@@ -401,6 +401,22 @@ def test_a_decode_side_that_comes_for_a_room_given_up_is_told_at_once() -> None:
     assert ROOM in manager.transfer_infos
 
 
+def test_a_room_aborted_between_two_chunks_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_hicache_ext.sglang_adapter import pd_send
+
+    sending, manager, endpoint = side()
+    sending.claim(ROOM)
+    sending.announce(announced())
+    sending.abort(ROOM, "client gone")
+    sending.sweep(60.0)
+    assert sending.describe()["rooms"] == 1
+    monkeypatch.setattr(pd_send, "ABORTED_S", -1.0)
+    sending.sweep(60.0)
+    assert sending.describe()["rooms"] == 0
+    assert (manager.transfer_infos, manager.request_status) == ({}, {})
+    assert endpoint.aborted == [(TransferKey("decode-1", ROOM, 1), "client gone")]
+
+
 def test_a_reservation_that_is_not_taken_is_told_to_the_decode_side() -> None:
     sending, manager, _ = side(takes=False)
     sending.announce(announced())

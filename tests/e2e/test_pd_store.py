@@ -117,3 +117,27 @@ def test_a_promise_that_cannot_be_kept_is_given_back_and_never_changes_a_token(m
         assert [a.get("out", a) for a in again] == wanted
         found = transfers(pair, "decode")
         assert found.get("pd_promises_withdrawn", 0) > 0, "every promise was kept: the store's faults never struck"
+
+
+def test_what_the_decode_side_made_is_found_by_the_next_prefill(models_dir: Any, tmp_path: Path) -> None:
+    """The decode server writes its own tokens to L3; the next turn of the conversation finds them on the prefill side."""
+    import engine_kit
+    import pd_kit
+
+    first, more, new_tokens = prompt(3), prompt(4)[:40], 96
+    with engine_kit.Server(pd_kit.base_arguments(models_dir("tiny")), "tiny", tmp_path / "one.log") as server:
+        said = server.generate(first, new_tokens)["out"]
+        wanted = server.generate([*first, *said, *more], NEW_TOKENS)["out"]
+    store = tmp_path / "store"
+    offload = {
+        "disaggregation_decode_enable_offload_kvcache": True,
+        **storage(store),
+        "enable_hierarchical_cache": False,
+    }
+    with pd_kit.Pair(models_dir("tiny"), "tiny", tmp_path, prefill=storage(store), decode=offload) as pair:
+        assert pair.generate(first, new_tokens)["out"] == said
+        pair.servers["prefill"].wait_written(TOKENS // PAGE)
+        pair.servers["decode"].wait_written(new_tokens // PAGE - 1)
+        second = pair.generate([*first, *said, *more], NEW_TOKENS)
+        assert second["out"] == wanted
+        assert second["prefill"]["from"]["storage"] >= new_tokens // 2, "prefill computed what decode had stored"
