@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from sglang_hicache_ext.cli.offline import matches, open_existing
 from sglang_hicache_ext.cli.render import FINDINGS, OK, Output
@@ -24,7 +25,9 @@ def run(paths: list[str], tokens: Sequence[int], namespace: str, ranks: int, tim
                 break
             time.sleep(LONGEST_PAUSE_S)
     waited = round(time.monotonic() - started, 3)
-    rows = [{"namespace": i, "durable_pages": durable, "pages": whole} for i, (durable, whole) in pages.items()]
+    rows: list[dict[str, Any]] = [
+        {"namespace": i, "durable_pages": durable, "pages": whole} for i, (durable, whole) in pages.items()
+    ]
     is_durable = len(done) >= ranks
     out.document({"durable": is_durable, "waited_s": waited, "namespaces": rows})
     out.table(
