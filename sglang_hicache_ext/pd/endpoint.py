@@ -135,6 +135,7 @@ class Endpoint:
             except WireError as e:
                 log.warning("PD peer %s: %s", event.peer, e)
                 self._links.drop(event.peer)
+                self._on_event(Lost(event.peer, str(e)))
         while self._inbox:
             self._inbox.popleft()()
         return self._advance(self._clock.now())

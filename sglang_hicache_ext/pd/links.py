@@ -95,6 +95,8 @@ class TcpLinks:
         self._links: dict[str, _Link] = {}
         self._unnamed = 0
         self._events: list[Event] = []
+        if host in ("", "0.0.0.0", "::"):
+            raise ConfigError(f"host is {host!r}", "PD control link", "give the address that the peers reach")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=128)
