@@ -18,6 +18,7 @@ from sglang_hicache_ext.testing.pd_process import Shape, StampedPool
 pytest.importorskip("nixl")
 
 SLOTS = 64
+FULL = pytest.mark.full
 
 
 def test_two_thousand_transfers_through_64_slots(pair: Callable[..., Any]) -> None:
@@ -37,15 +38,22 @@ def test_two_thousand_transfers_through_64_slots(pair: Callable[..., Any]) -> No
     assert prefill.leave() == 0
 
 
+@FULL
+def test_the_transports_that_ucx_chooses_by_itself(pair: Callable[..., Any]) -> None:
+    """Shared memory on one machine, RDMA between two that have it."""
+    _, decode = pair({"abort_rate": 0.03}, settings={"pd_ucx": ""})
+    decode.do(do="storm", count=300, abort_rate=0.15)
+    result = decode.hear("storm", timeout_s=60)
+    assert (result["foreign"], result["dirty"], result["free"]) == (0, 0, SLOTS)
+    assert result["complete"] > 150
+
+
 def test_mooncake_transfers_through_64_slots(pair: Callable[..., Any]) -> None:
     _, decode = pair({"abort_rate": 0.03}, settings={"pd_transport": "mooncake"})
     decode.do(do="storm", count=100, abort_rate=0.15)
     result = decode.hear("storm", timeout_s=60)
     assert (result["foreign"], result["dirty"], result["free"]) == (0, 0, SLOTS)
     assert result["complete"] > 50
-
-
-FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize("code", [pytest.param(0, marks=FULL), 3])
