@@ -52,16 +52,19 @@ class DecodeLoad:
     def status(self) -> LoadStatus:
         return self._landing.status
 
+    def _is_open(self) -> bool:
+        return self._landing.status.state in (LoadState.RESERVED, LoadState.LANDING)
+
     def _has_landed(self, layer: int) -> bool:
         if self._landing.status.state is LoadState.COMPLETE:
             return True
         row = self._end.receiver.row(layer)
-        if row is None or not self._landing.is_open:
+        if row is None or not self._is_open():
             return False  # buffers of other spaces land with the last group
         return bool(self._landing.landed[row].all())
 
     def wait_for_layer_load(self, layer: int, timeout_s: float) -> bool:
-        self._end._wait(lambda: self._has_landed(layer) or not self._landing.is_open, timeout_s)
+        self._end._wait(lambda: self._has_landed(layer) or not self._is_open(), timeout_s)
         return self._has_landed(layer)
 
     def lookahead(self, wanted: int, needs: Sequence[int]) -> int:
