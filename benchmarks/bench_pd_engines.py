@@ -37,7 +37,7 @@ class Contest:
 
         self._args = args
         model = models.write_model(args.model, str(folder / "model"))
-        size = {"max_total_tokens": 16384, "context_length": 8192, "chunked_prefill_size": args.chunk}
+        size = {"max_total_tokens": 8192, "context_length": 4096, "chunked_prefill_size": args.chunk}
         self.pairs = {}
         for name, backend in BACKENDS.items():
             (folder / name).mkdir()

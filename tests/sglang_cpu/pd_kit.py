@@ -40,7 +40,10 @@ class Pair:
     def __init__(self, model, kind, folder, backend="hicache_ext", prefill=None, decode=None, env=None, **common):
         self._model, self._kind, self._folder = model, kind, folder
         self._backend, self._common, self._env = backend, common, env or {}
-        self._more = {"prefill": prefill or {}, "decode": decode or {}}
+        decode = decode or {}
+        if not decode.get("hicache_storage_backend"):  # else SGLang sizes a host pool and reserves 10 GiB beside it
+            decode = {"disaggregation_decode_retraction_backup": "cpu_tensor", **decode}
+        self._more = {"prefill": prefill or {}, "decode": decode}
         self.bootstrap_port = engine_kit.free_port()
         self.servers = {}
 
