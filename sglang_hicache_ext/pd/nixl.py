@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
+import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from sglang_hicache_ext.pd.transport import Rows, WriteState
 
 SCRATCH_BYTES = 64
 """Memory of ours that peers write to once, to warm the path."""
+PROGRESS_DELAY_US = 100
 MOST_ITEMS = (1 << 31) - 1
 _SCRATCH = struct.Struct("<Q")
 _LOCAL = "NIXL_INIT_AGENT"
@@ -86,7 +89,8 @@ class NixlTransport:
             ) from e
         end_without_destructors()
         try:
-            self._agent = nixl_agent(f"hicache-ext-{uuid.uuid4().hex}", nixl_agent_config(backends=[]))
+            with progress_that_sleeps(sys.modules[nixl_agent.__module__]):
+                self._agent = nixl_agent(f"hicache-ext-{uuid.uuid4().hex}", nixl_agent_config(backends=[]))
             self._agent.create_backend("UCX", {"engine_config": self._ucx} if self._ucx else {})
             self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
             regions = [(self._scratch.ctypes.data, SCRATCH_BYTES, 0, "")]
@@ -189,6 +193,37 @@ class NixlTransport:
 
 def _kind(buffer: LayerBuffer) -> str:
     return "DRAM" if buffer.device < 0 else "VRAM"
+
+
+@contextmanager
+def progress_that_sleeps(api: Any) -> Iterator[None]:
+    """Agents made inside get a progress thread that sleeps until something arrives.
+
+    NIXL's Python API sets its ``pthrDelay`` to 0 with no way to ask for another: the thread of an idle agent then takes a
+    whole core. With a delay it waits on the sockets' events; transfers are as fast (docs/decisions/0071).
+    """
+    bindings: Any = getattr(api, "nixlBind", None)
+    if not hasattr(bindings, "nixlAgentConfig"):
+        logging.getLogger(__name__).warning("NIXL has changed: its progress thread cannot be slowed down")
+        yield
+        return
+    base = bindings.nixlAgentConfig
+
+    class Config(base):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, PROGRESS_DELAY_US if name == "pthrDelay" else value)
+
+    class Bindings:
+        nixlAgentConfig = Config
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bindings, name)
+
+    api.nixlBind = Bindings()
+    try:
+        yield
+    finally:
+        api.nixlBind = bindings
 
 
 _is_end_arranged = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -36,6 +37,21 @@ def test_two_thousand_transfers_through_64_slots(pair: Callable[..., Any]) -> No
     assert (left["dirty"], left["free"], left["open"]) == (0, SLOTS, 0)
     assert decode.leave() == 0
     assert prefill.leave() == 0
+
+
+def cpu_seconds(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_pair_sleeps(pair: Callable[..., Any]) -> None:
+    """A thread that spins would take a second a second, or what a busy machine leaves of it."""
+    sides = pair()
+    time.sleep(0.3)
+    before = [cpu_seconds(side.process.pid) for side in sides]
+    time.sleep(1.5)
+    used = [cpu_seconds(side.process.pid) - b for side, b in zip(sides, before, strict=True)]
+    assert max(used) < 0.5
 
 
 @FULL
