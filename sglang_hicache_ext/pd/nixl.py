@@ -207,7 +207,7 @@ def progress_that_sleeps(api: Any) -> Iterator[None]:
         logging.getLogger(__name__).warning("NIXL has changed: its progress thread cannot be slowed down")
         yield
         return
-    base = bindings.nixlAgentConfig
+    base: Any = bindings.nixlAgentConfig
 
     class Config(base):  # type: ignore[misc]
         def __setattr__(self, name: str, value: Any) -> None:
