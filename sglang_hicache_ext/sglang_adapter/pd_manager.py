@@ -40,7 +40,7 @@ LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
 """Managers of this process, for ``/server_info``."""
 
 
-class HiCacheExtKVManager(CommonKVManager):  # type: ignore[misc]
+class HiCacheExtTransfer(CommonKVManager):  # type: ignore[misc]
     """One rank's end of the transfer. ``join`` completes it, once the scheduler's pool is known."""
 
     is_hicache_ext = True

@@ -438,9 +438,9 @@ def decode_manager(monkeypatch: pytest.MonkeyPatch, answer: Any, **facts: Any) -
     cpu_kit.stand_in_for_torchvision()
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
-    from sglang_hicache_ext.sglang_adapter.pd_manager import HiCacheExtKVManager
+    from sglang_hicache_ext.sglang_adapter.pd_manager import HiCacheExtTransfer
 
-    made = object.__new__(HiCacheExtKVManager)
+    made = object.__new__(HiCacheExtTransfer)
     made.__dict__.update(
         refusals={}, prefill_info_table={}, attn_tp_size=2, is_mla_backend=False, kv_args=types.SimpleNamespace(page_size=16),
         kv_cache_dtype_str="bfloat16", **facts,
