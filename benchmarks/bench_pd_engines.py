@@ -25,7 +25,7 @@ BACKENDS = {"ours": "hicache_ext", "nixl": "nixl"}
 CASE = "prefill/decode pair"
 NEW_TOKENS = 4
 OVERLAPPING = 4
-LONG_LIMIT = 3072
+LONG_LIMIT = 1024
 
 
 class Contest:
@@ -83,7 +83,7 @@ class Contest:
 
     def _rate(self, pair: Any, seed: int) -> float:
         """Requests per second, OVERLAPPING at a time, every other one long."""
-        count = 4 * self._args.count
+        count = 2 * self._args.count
         lengths = [self._args.long if i % 2 else self._args.short for i in range(count)]
         started = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(OVERLAPPING) as pool:
