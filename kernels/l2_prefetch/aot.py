@@ -105,11 +105,12 @@ def _signature(function: Any, constants: dict[str, Any], pointers: dict[str, str
 
 
 def _compile(
-    function: Any, constants: dict[str, Any], pointers: dict[str, str], sm: int, warps: int, stages: int
-) -> Any:
+    function: Any, constants: dict[str, Any], pointers: dict[str, str], sm: int, warps: int, stages: int,
+    register_limit: int | None = None,
+) -> Any:  # fmt: skip
     signature, attributes = _signature(function, constants, pointers)
     source = ASTSource(function, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, "maxnreg": register_limit}
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
@@ -122,7 +123,9 @@ def compile_attend(variant: Variant, sm: int) -> Report:
     pointers = {"q": f"*{q}", "out": f"*{q}", "k": f"*{kv}", "v": f"*{kv}", "entries": "*i64"}
     pointers |= dict.fromkeys(ints, "*i32") | dict.fromkeys(floats, "*fp32")
     tile = variant.tile
-    return _report(_compile(kernel.attend, variant.constants(), pointers, sm, tile.warps, tile.stages))
+    return _report(
+        _compile(kernel.attend, variant.constants(), pointers, sm, tile.warps, tile.stages, tile.register_limit(sm))
+    )
 
 
 def compile_combine(head_dim: int, sm: int, pdl: bool = False) -> Report:

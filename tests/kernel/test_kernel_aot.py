@@ -33,6 +33,7 @@ SAMPLE: list[tuple[int, Variant]] = [
     (90, Variant(WIDE, "line")),
     (90, Variant(NARROW, "line", group=16, page_tokens=16, page_index=True, window=4096, soft_cap=30.0, sinks=True)),
     (80, Variant(BF16, "line")),
+    (80, Variant(BF16, "line", group=7, window=4096, sinks=True)),
     (80, Variant(TILES[128, "fp8"], "none", kv="fp8e5")),
     (100, Variant(BF16, "line", group=4)),
     (100, Variant(BF16, "bulk", page_tokens=64, pdl=True, **HND)),
