@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--path", default="", help="directory on the drive to measure; a temporary one when empty")
     made.add_argument("--seconds", type=float, default=8.0, help="length of one trial")
     made.add_argument("--engine", default="auto", help="I/O engine of the servers")
-    made.add_argument("--rate", default="256MiB", help="bytes a second verify may read; 0 for no limit")
+    made.add_argument("--rate", default="128MiB", help="bytes a second verify may read; 0 for no limit")
     args = made.parse_args(argv)
     base = writable_directory(args.path, "--path") if args.path else tempfile.gettempdir()
     scratch = tempfile.mkdtemp(prefix="bench_tools_", dir=base)

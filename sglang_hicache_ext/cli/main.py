@@ -93,7 +93,7 @@ def verify(
     namespace: Which = "",
     sample: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the pages to check.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
-    rate: Annotated[str, typer.Option(help="Bytes a second to read at most; 0 for no limit.")] = "256MiB",
+    rate: Annotated[str, typer.Option(help="Bytes a second to read at most; 0 for no limit.")] = "128MiB",
     as_json: AsJson = False,
 ) -> None:
     """Read pages back and check what they hold; a page that fails is dropped."""
