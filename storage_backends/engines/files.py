@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +15,15 @@ from sglang_hicache_ext.storage_backends.engines.libc import dio_alignment
 FILE_ALIGN = 4096
 """Least alignment of file offsets and lengths: drives with 4 KiB sectors refuse 512 bytes."""
 
+LEFTOVER = re.compile(r"^\..+\.\d+\.[0-9a-f]{8}$")
+"""Names that ``temporary_name`` makes. Whoever opens a store as its only process removes what has such a name."""
+
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def temporary_name(stem: str) -> str:
+    """A new name for a file that does not outlive its use; a killed process leaves it behind."""
+    return f".{stem}.{os.getpid()}.{secrets.token_hex(4)}"
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from sglang_hicache_ext.errors import CapabilityError
 from sglang_hicache_ext.storage_backends.engines.base import IoPlan, IoResult, OnOps
 from sglang_hicache_ext.storage_backends.engines.batch import Batch
 from sglang_hicache_ext.storage_backends.engines.file_engine import FileEngine
-from sglang_hicache_ext.storage_backends.engines.files import FileTable, OpenFile
+from sglang_hicache_ext.storage_backends.engines.files import FileTable, OpenFile, temporary_name
 from sglang_hicache_ext.storage_backends.engines.plans import distinct_files, rest_of
 from sglang_hicache_ext.storage_backends.engines.workers import DaemonWorkers
 
@@ -53,7 +53,7 @@ def try_kvikio(directory: str, timeout_s: float) -> None:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise CapabilityError(f"engine 'kvikio' needs the CUDA driver: {error}", "engine", _EXTRA) from error
-    path = os.path.join(directory, f".kvikio-probe-{os.getpid()}")
+    path = os.path.join(directory, temporary_name("kvikio-probe"))
     try:
         child = subprocess.run(
             [sys.executable, "-c", _CHILD, path], capture_output=True, text=True, timeout=timeout_s, check=False

@@ -18,7 +18,7 @@ import numpy as np
 
 from sglang_hicache_ext.errors import CapabilityError
 from sglang_hicache_ext.storage_backends.engines.base import IoEngine, IoPlan
-from sglang_hicache_ext.storage_backends.engines.files import FILE_ALIGN
+from sglang_hicache_ext.storage_backends.engines.files import FILE_ALIGN, temporary_name
 from sglang_hicache_ext.storage_backends.engines.libc import dio_alignment
 
 AUTO_ORDER = ("io_uring", "posix", "aiofiles")
@@ -177,14 +177,18 @@ def _hint(error: OSError) -> str:
 
 
 def move_page(engine: IoEngine, directory: str, page_bytes: int, timeout_s: float) -> None:
-    """Write a page, read it back, compare. Raises OSError; the file is removed in any case."""
+    """Write a page, read it back, compare. Raises OSError.
+
+    The file has no name any more when the first byte is written: a process killed here leaves nothing on the disk.
+    """
     nbytes = max(FILE_ALIGN, -(-page_bytes // FILE_ALIGN) * FILE_ALIGN)
-    path = os.path.join(directory, f".engine-probe-{os.getpid()}-{threading.get_ident()}")
+    path = os.path.join(directory, temporary_name("engine-probe"))
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(fd, nbytes)
         handle = engine.open_file(path)
         try:
+            os.unlink(path)
             _write_and_compare(engine, handle, nbytes, timeout_s)
         finally:
             engine.close_file(handle)

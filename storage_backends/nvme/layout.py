@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import secrets
 import stat
 import time
@@ -18,6 +17,7 @@ from typing import Any
 from sglang_hicache_ext.config import GIB, MIB, HiCacheExtConfig
 from sglang_hicache_ext.errors import ConfigError, StoreError
 from sglang_hicache_ext.page import ALIGN, align_up
+from sglang_hicache_ext.storage_backends.engines.files import LEFTOVER, temporary_name
 
 FORMAT_VERSION = 1
 PRODUCT = "sglang-hicache-ext nvme store"
@@ -31,8 +31,6 @@ SMALL_FILES_BYTES = 256 << 10
 MIN_SEGMENTS = 3
 """Per directory: one being written, one kept free for reclaim, one to hold pages."""
 OPEN_TIMEOUT_S = 60.0
-LEFTOVER = re.compile(r"^\..+\.\d+\.[0-9a-f]{8}$")
-"""Names of ``write_atomically``'s temporary files; a killed process leaves one behind."""
 _OURS = {"store.json", "index", "heat.bin", "segments", "namespaces", "open.lock", "live.lock"}
 
 
@@ -238,7 +236,7 @@ def _claim(root: Path, head: dict[str, Any]) -> None:
 
 def write_atomically(path: Path, raw: bytes) -> None:
     """Write a 0600 file so that a reader sees all of it or nothing, also after power loss."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = path.with_name(temporary_name(path.name))
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from sglang_hicache_ext.keys import NAMESPACE_BYTES
 from sglang_hicache_ext.metrics import Metrics
 from sglang_hicache_ext.page import ALIGN
+from sglang_hicache_ext.storage_backends.engines.files import LEFTOVER
 from sglang_hicache_ext.storage_backends.nvme.index import PAGE, Index, add_namespace
-from sglang_hicache_ext.storage_backends.nvme.layout import LEFTOVER, Layout, sync_directory, write_atomically
+from sglang_hicache_ext.storage_backends.nvme.layout import Layout, sync_directory, write_atomically
 from sglang_hicache_ext.storage_backends.nvme.prealloc import preallocate
 from sglang_hicache_ext.storage_backends.nvme.segments import Segment, SegmentTable, State, decode_header
 from sglang_hicache_ext.storage_backends.nvme.tables import walk

@@ -91,9 +91,9 @@ def test_a_kill_while_the_store_opens_leaves_it_openable(tmp_path: Path) -> None
     rng = random.Random(3)
     harness = KillHarness({"path": str(tmp_path / "s"), **ROOMY})
     written: list[int] = []
-    for number in range(5):
+    for number in range(20):
         child = harness.start(number * 1_000_000, batches=20)
-        child.kill_after(rng.uniform(0.0, 0.05))
+        child.kill_after(rng.uniform(0.0, 0.1))
         _settle(harness, child, written, may_miss=False)
 
 

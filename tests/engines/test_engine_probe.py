@@ -40,6 +40,19 @@ def test_auto_goes_on_to_the_next_engine_when_the_page_does_not_come_back(tmp_pa
     assert os.listdir(tmp_path) == []
 
 
+def test_the_page_is_moved_in_a_file_without_a_name(tmp_path):
+    """A process killed in the middle of the probe leaves nothing on the disk."""
+    seen = []
+
+    class Watching(PosixEngine):
+        def write(self, *args, **options):
+            seen.append(os.listdir(tmp_path))
+            return super().write(*args, **options)
+
+    open_engine("posix", str(tmp_path), opener=lambda *_: Watching()).close()
+    assert seen == [[]]
+
+
 def test_when_nothing_works_every_reason_is_told(tmp_path):
     with pytest.raises(CapabilityError) as raised:
         open_engine("auto", str(tmp_path), opener=faulty(Fault.EIO))

@@ -13,6 +13,7 @@ import pytest
 
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
+from sglang_hicache_ext.storage_backends.engines.files import temporary_name
 from sglang_hicache_ext.storage_backends.nvme.store import NvmeStore
 from sglang_hicache_ext.testing.crash import KillHarness
 from sglang_hicache_ext.testing.stamps import HostArena, page_keys
@@ -164,10 +165,11 @@ def test_a_missing_segment_file_is_forgotten_at_open(nvme: Opener, written: Path
 def test_an_orphan_segment_file_is_removed_at_open(nvme: Opener, written: Path) -> None:
     orphan = segment_file(written, 7)
     orphan.write_bytes(b"x" * 100_000)
-    leftover = orphan.with_name(".00000009.seg.123.abcdef01")
-    leftover.write_bytes(b"y")
+    leftovers = [orphan.with_name(temporary_name(stem)) for stem in ("00000009.seg", "engine-probe", "kvikio-probe")]
+    for leftover in leftovers:
+        leftover.write_bytes(b"y")
     store = nvme()
-    assert not orphan.exists() and not leftover.exists()
+    assert not orphan.exists() and not any(leftover.exists() for leftover in leftovers)
     assert read_all(store) == [Outcome.LOADED] * N
 
 
