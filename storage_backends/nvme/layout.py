@@ -75,8 +75,22 @@ def heat_row_bytes(segment_bytes: int) -> int:
     return align_up(SEGMENT_HEAT_BYTES + -(-segment_bytes // GRANULE), 64)
 
 
+def extent_map_bytes(segment_bytes: int) -> int:
+    """Set aside for the blocks in which a file system notes where a fragmented segment lies; ext4 counts them as the file's.
+
+    ext4 needs 4 KiB for each 340 extents beyond the first four.
+    """
+    return max(ALIGN, segment_bytes >> 10)
+
+
+def _segment_cost(segment_bytes: int) -> int:
+    """Bytes of the capacity that one segment takes."""
+    return segment_bytes + heat_row_bytes(segment_bytes) + extent_map_bytes(segment_bytes)
+
+
 def heat_bytes(segments: int, segment_bytes: int) -> int:
-    return align_up(HEAT_FIXED_BYTES + segments * heat_row_bytes(segment_bytes))
+    """Size of heat.bin; not rounded, so that it tells how many segments the store may have."""
+    return HEAT_FIXED_BYTES + segments * heat_row_bytes(segment_bytes)
 
 
 def map_bytes_for(capacity: int) -> int:
@@ -90,8 +104,7 @@ def _fixed_bytes(map_bytes: int) -> int:
 
 def _max_segments(capacity: int, segment_bytes: int, map_bytes: int, roots: int) -> int:
     room = capacity - _fixed_bytes(map_bytes) - ALIGN
-    each = segment_bytes + heat_row_bytes(segment_bytes)
-    return max(0, room // each) // roots * roots
+    return max(0, room // _segment_cost(segment_bytes)) // roots * roots
 
 
 def choose_segment_bytes(capacity: int, roots: int) -> int:
@@ -174,7 +187,7 @@ def load_or_create(config: HiCacheExtConfig, roots: tuple[Path, ...]) -> Layout:
         _claim(root, {**head, "directory": number})
     segments = _max_segments(config.capacity, segment_bytes, map_bytes, len(roots))
     if segments < MIN_SEGMENTS * len(roots):
-        least = MIN_SEGMENTS * len(roots) * (segment_bytes + heat_row_bytes(segment_bytes))
+        least = MIN_SEGMENTS * len(roots) * _segment_cost(segment_bytes)
         least = align_up(least + _fixed_bytes(map_bytes) + 2 * ALIGN, MIB)
         raise ConfigError(
             f"capacity {config.capacity} is too small for segments of {segment_bytes} bytes",
@@ -303,4 +316,4 @@ def existing_capacity(root: Path) -> int:
         segments = max(0, (root / "heat.bin").stat().st_size - HEAT_FIXED_BYTES) // row
     except FileNotFoundError:
         segments = MIN_SEGMENTS * int(head["directories"])
-    return _fixed_bytes(map_bytes) + ALIGN + segments * (segment_bytes + row)
+    return _fixed_bytes(map_bytes) + ALIGN + segments * _segment_cost(segment_bytes)

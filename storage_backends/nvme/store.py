@@ -306,9 +306,12 @@ class NvmeStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes on disk at this instant: segments, index, heat and small files."""
+        """Bytes on disk at this instant: segments, index, heat and small files.
+
+        Not the blocks in which the file system notes where a segment lies; the capacity has ``extent_map_bytes`` for them.
+        """
         segments = len(self._files.table.snapshot()) * self.layout.segment_bytes
-        return segments + self._index.bytes_on_disk + self.layout.heat_bytes + self._presence.small_files_bytes()
+        return segments + self._index.bytes_on_disk + align_up(self.layout.heat_bytes) + self._presence.small_files_bytes()
 
     def stats(self) -> StoreStats:
         with self.call():

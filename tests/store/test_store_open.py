@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sglang_hicache_ext.config import HiCacheExtConfig
 from sglang_hicache_ext.errors import ConfigError, StoreError
 from sglang_hicache_ext.keys import Fingerprint
 from sglang_hicache_ext.outcome import Outcome, WriteOutcome
@@ -188,6 +189,22 @@ def test_a_smaller_capacity_gives_bytes_back_and_a_larger_one_takes_them(nvme: O
         harness = KillHarness({"path": str(tmp_path / "store")})
         assert harness.accounting_errors(store) == []
         store.close()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "segment"), [("24MiB", "1MiB"), ("77MiB", "64KiB"), ("1GiB", "16MiB"), ("3GiB", "64MiB")]
+)
+def test_the_capacity_holds_everything_a_store_may_grow_to(
+    nvme: Opener, tmp_path: Path, capacity: str, segment: str
+) -> None:
+    made = nvme(capacity=capacity, segment=segment).layout
+    files = made.segment_bytes + layout.extent_map_bytes(made.segment_bytes)
+    most = made.max_segments * files + made.heat_bytes + made.map_bytes + layout.SMALL_FILES_BYTES
+    allowed = HiCacheExtConfig.parse({"path": "/x", "capacity": capacity}).capacity
+    assert most <= allowed
+    found = layout.existing_capacity(tmp_path / "store")  # what a tool that has no config goes by
+    assert most <= found <= allowed
+    assert nvme(capacity=found, segment=segment).layout.max_segments == made.max_segments
 
 
 def test_two_stores_in_one_process_share_one_index(nvme: Opener) -> None:
