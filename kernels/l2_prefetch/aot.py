@@ -123,9 +123,8 @@ def compile_attend(variant: Variant, sm: int) -> Report:
     pointers = {"q": f"*{q}", "out": f"*{q}", "k": f"*{kv}", "v": f"*{kv}", "entries": "*i64"}
     pointers |= dict.fromkeys(ints, "*i32") | dict.fromkeys(floats, "*fp32")
     tile = variant.tile
-    return _report(
-        _compile(kernel.attend, variant.constants(), pointers, sm, tile.warps, tile.stages, tile.register_limit(sm))
-    )
+    limit = tile.register_limit(sm, variant.form, windowed=variant.window > 0)
+    return _report(_compile(kernel.attend, variant.constants(), pointers, sm, tile.warps, tile.stages, limit))
 
 
 def compile_combine(head_dim: int, sm: int, pdl: bool = False) -> Report:
@@ -166,10 +165,14 @@ def _report(compiled: Any) -> Report:
     )
 
 
+def _query(tile: Tile) -> str:
+    return "fp16" if tile.kv == "fp16" else "bf16"
+
+
 @cache
 def with_resources(tile: Tile, sm: int = 90) -> Tile:
     """``tile`` with registers and shared memory of its heaviest form (none or line) filled in."""
-    reports = [compile_attend(Variant(tile, form), sm) for form in ("none", "line")]
+    reports = [compile_attend(Variant(tile, form, query=_query(tile)), sm) for form in ("none", "line")]
     return replace(tile, registers=max(r.registers for r in reports), smem_bytes=max(r.smem_bytes for r in reports))
 
 
@@ -178,7 +181,7 @@ def main() -> None:
     table: Table = load_table()
     for tile in table.tiles:
         for form in ("none", "line"):
-            report = compile_attend(Variant(tile, form), 90)
+            report = compile_attend(Variant(tile, form, query=_query(tile)), 90)
             print(json.dumps({"tile": [tile.head_dim, tile.kv, tile.block_tokens], "form": form} | report.summary()))
 
 

@@ -189,7 +189,8 @@ class _Call:
 
     def _attend(self, tile: Tile, prefetch: Prefetch, schedule: Schedule, workspace: Workspace) -> None:
         args = attend_args(self, schedule, workspace)
-        options = launch_options(self.q, tile.warps, tile.stages, prefetch.pdl, tile)
+        options = launch_options(self.q, tile.warps, tile.stages, prefetch.pdl)
+        options |= register_option(self.q, tile, prefetch.form, self.params)
         kernel.attend[(self.k.shape[1], schedule.items)](
             *args, **attend_constants(self, tile, prefetch.form, prefetch.pdl), **options
         )
@@ -220,17 +221,21 @@ class _Call:
         )
 
 
-def launch_options(q: torch.Tensor, warps: int, stages: int, pdl: bool, tile: Tile | None = None) -> dict[str, Any]:
-    """Triton launch options; PDL and registers are properties of a launch on a GPU."""
+def launch_options(q: torch.Tensor, warps: int, stages: int, pdl: bool) -> dict[str, Any]:
+    """Triton launch options; PDL is a property of a launch on a GPU."""
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
     if q.is_cuda and pdl:
         options["launch_pdl"] = True
-    if q.is_cuda and tile is not None:
-        major, minor = torch.cuda.get_device_capability(q.device)
-        limit = tile.register_limit(10 * major + minor)
-        if limit is not None:
-            options["maxnreg"] = limit
     return options
+
+
+def register_option(q: torch.Tensor, tile: Tile, form: str, params: DecodeParams) -> dict[str, int]:
+    """The register limit of the GPU that ``q`` is on, as a launch option; nothing when there is none."""
+    if not q.is_cuda:
+        return {}
+    major, minor = torch.cuda.get_device_capability(q.device)
+    limit = tile.register_limit(10 * major + minor, form, windowed=params.window > 0)
+    return {} if limit is None else {"maxnreg": limit}
 
 
 def attend_args(call: _Call, schedule: Schedule, workspace: Workspace) -> tuple[Any, ...]:

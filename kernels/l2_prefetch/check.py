@@ -15,6 +15,7 @@ QUERY_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP8_DTYPES = {torch.float8_e4m3fn: 89, torch.float8_e5m2: 80}
 """fp8 dtypes and the compute capability (x 10) that Triton needs to convert them."""
 MAX_GROUP = 16
+MAX_SLOTS = (1 << 31) - 1
 LAYOUTS = ("NHD", "HND")
 ALIGN_BYTES = 16
 
@@ -129,6 +130,8 @@ def _check_pools(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: Deco
         fail(f"k pool is {k.dtype}{tuple(k.shape)}, v pool {v.dtype}{tuple(v.shape)}", "they must be alike")
     if params.layout == "NHD" and params.page_tokens > 1 and k.shape[0] % params.page_tokens:
         fail(f"pool of {k.shape[0]} slots", f"page_tokens {params.page_tokens} must divide it")
+    if pool_slots(k, params) > MAX_SLOTS:
+        fail(f"pool of {pool_slots(k, params)} slots", f"the kernel counts slots in 32 bits: at most {MAX_SLOTS}")
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads == 0 or heads % kv_heads or not 1 <= heads // kv_heads <= MAX_GROUP:
         fail(f"{heads} query heads over {kv_heads} KV heads", f"use a whole group of 1 to {MAX_GROUP} query heads")

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from sglang_hicache_ext.kernels.l2_prefetch.prefetch import (
+    checked,
     lane_token,
     load_entry,
     pdl_launch_dependents,
     pdl_wait,
     prefetch_tile,
     row_offset,
-    slot_of,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -112,23 +112,25 @@ def attend(  # noqa: PLR0915 (a kernel cannot be cut without passing its registe
     for tile in tl.range(begin, end, num_stages=STAGES):
         n = tile * N + tl.arange(0, N)
         keep = (n >= low) & (n < length)
-        slot = slot_of(load_entry(entries, start, n, keep, PAGE, PAGE_INDEX), n, PAGE, PAGE_INDEX)
-        ok = keep & (slot >= 0) & (slot < pool_slots)
-        if FORM != 0:
+        place = checked(load_entry(entries, start, n, keep, PAGE, PAGE_INDEX), pool_slots, PAGE, PAGE_INDEX)
+        ok = place >= 0
+        # what a score gets added: one number a token costs fewer registers than two masks in the layout of the scores
+        bias = tl.where(ok, 0.0, tl.where(keep, float("nan"), NEG_INF))
+        if FORM != 0:  # ahead of the first tile, so the window's start no longer cuts anything off
             prefetch_tile(
-                k, v, tile + distance, token, is_v, part, entry, has_work, low, limit, head, pool_slots,
+                k, v, tile + distance, token, is_v, part, entry, has_work, 0, limit, head, pool_slots,
                 k_page, k_token, k_head, v_page, v_token, v_head,
                 N, D, PAGE, ITEMSIZE, PAGE_INDEX, HND, FORM, LANES,
             )  # fmt: skip
             n1 = (tile + 1 + distance) * N + token
             entry = load_entry(entries, start, n1, has_work & (n1 < limit), PAGE, PAGE_INDEX)
-        k_at = row_offset(slot, k_page, k_token, PAGE, HND) + head * k_head
-        v_at = row_offset(slot, v_page, v_token, PAGE, HND) + head * v_head
+        k_at = row_offset(place, n, k_page, k_token, PAGE, PAGE_INDEX, HND) + head * k_head
+        v_at = row_offset(place, n, v_page, v_token, PAGE, PAGE_INDEX, HND) + head * v_head
         keys = tl.load(k + k_at[None, :] + d[:, None], mask=ok[None, :], other=0.0)
         s = tl.dot(query, keys.to(query.dtype)) * scale
         if SOFT_CAP > 0:
             s = (2 * tl.sigmoid(2 * s / SOFT_CAP) - 1) * (SOFT_CAP * LOG2E)
-        s = tl.where(ok[None, :], s, tl.where(keep, float("nan"), NEG_INF)[None, :])
+        s += bias[None, :]
         values = tl.load(v + v_at[:, None] + d[None, :], mask=ok[:, None], other=0.0)
         top = tl.maximum(m, tl.max(s, 1))
         base = tl.where(top == NEG_INF, 0.0, top)

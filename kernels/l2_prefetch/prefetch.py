@@ -36,30 +36,33 @@ def pdl_launch_dependents():
 
 
 @triton.jit
-def row_offset(slot, page_stride, token_stride, PAGE: tl.constexpr, HND: tl.constexpr):
-    """Elements from the pool's start to token ``slot`` of KV head 0. int64 in, int64 out."""
+def row_offset(
+    entry, token, page_stride, token_stride, PAGE: tl.constexpr, PAGE_INDEX: tl.constexpr, HND: tl.constexpr
+):
+    """Elements from the pool's start to the row of ``token`` (its position) for KV head 0. int64."""
     if HND:
-        return (slot // PAGE) * page_stride + (slot % PAGE) * token_stride
+        page = entry if PAGE_INDEX else entry // PAGE
+        row = token % PAGE if PAGE_INDEX else entry % PAGE
+        return page.to(tl.int64) * page_stride + row * token_stride
     else:
-        return slot * token_stride
+        slot = entry * PAGE + token % PAGE if PAGE_INDEX else entry
+        return slot.to(tl.int64) * token_stride
 
 
 @triton.jit
 def load_entry(entries, start, token, keep, PAGE: tl.constexpr, PAGE_INDEX: tl.constexpr):
     """Index entry of each token (a token slot, or a page number), -1 where ``keep`` is False."""
     if PAGE_INDEX:
-        return tl.load(entries + start + token // PAGE, mask=keep, other=-1).to(tl.int64)
+        return tl.load(entries + start + token // PAGE, mask=keep, other=-1)
     else:
-        return tl.load(entries + start + token, mask=keep, other=-1).to(tl.int64)
+        return tl.load(entries + start + token, mask=keep, other=-1)
 
 
 @triton.jit
-def slot_of(entry, token, PAGE: tl.constexpr, PAGE_INDEX: tl.constexpr):
-    """Token slot of an entry; negative for entry -1."""
-    if PAGE_INDEX:
-        return entry * PAGE + token % PAGE
-    else:
-        return entry
+def checked(entry, pool_slots, PAGE: tl.constexpr, PAGE_INDEX: tl.constexpr):
+    """``entry`` as int32, -1 outside the pool. Half-width entries save a dozen registers in the loop."""
+    limit = pool_slots // PAGE if PAGE_INDEX else pool_slots
+    return tl.where((entry >= 0) & (entry < limit), entry, -1).to(tl.int32)
 
 
 @triton.jit
@@ -90,10 +93,10 @@ def prefetch_tile(
     n = tile * N + token
     if FORM == BULK:
         n = tl.maximum(n, low)
-    slot = slot_of(entry, n, PAGE, PAGE_INDEX)
-    ok = keep & (n >= low) & (n < length) & (slot >= 0) & (slot < pool_slots)
-    k_at = k.to(tl.int64) + (row_offset(slot, k_page, k_token, PAGE, HND) + head * k_head) * ITEMSIZE
-    v_at = v.to(tl.int64) + (row_offset(slot, v_page, v_token, PAGE, HND) + head * v_head) * ITEMSIZE
+    entry = checked(entry, pool_slots, PAGE, PAGE_INDEX)
+    ok = keep & (n >= low) & (n < length) & (entry >= 0)
+    k_at = k.to(tl.int64) + (row_offset(entry, n, k_page, k_token, PAGE, PAGE_INDEX, HND) + head * k_head) * ITEMSIZE
+    v_at = v.to(tl.int64) + (row_offset(entry, n, v_page, v_token, PAGE, PAGE_INDEX, HND) + head * v_head) * ITEMSIZE
     address = tl.where(is_v, v_at, k_at)
     if FORM == BULK:
         STEP: tl.constexpr = PAGE if PAGE < N else N

@@ -82,13 +82,20 @@ class Tile:
     gain_percent: float = 0.0
     measured: str = ""
 
-    def register_limit(self, sm: int) -> int | None:
+    def register_limit(self, sm: int, form: str, *, windowed: bool) -> int | None:
         """What the compiler is told to stay within; None leaves it alone.
 
-        Head dim 128 in 16 bits with a window and sinks takes 148 to 156 registers below SM 9.0 when left alone, which costs
-        a resident CTA, and fits 128 without a spill. From 9.0 on it stays below by itself, and told so it spills.
+        Left alone it aims at a number of resident CTAs and then spills a word or two, or takes more than the 128 registers that
+        head dim 128 in 16 bits may have. Told a number it finds a schedule without a spill. Source: the full matrix of
+        tests/kernel/test_kernel_aot.py.
         """
-        return 128 if sm < 90 and self.head_dim == 128 and KV_BYTES[self.kv] == 2 else None
+        if self.head_dim == 64 or KV_BYTES[self.kv] != 2:
+            return None
+        if self.head_dim == 256:
+            return 168
+        if windowed and form != "none":
+            return 120 if form == "line" else 128
+        return 128 if sm < 90 else None
 
     @property
     def tile_bytes(self) -> int:

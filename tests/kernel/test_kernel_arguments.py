@@ -83,6 +83,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {**PAGED, "params": DecodeParams(0.1, page_tokens=64, layout="HND")},
         "k pool has pages of 16 tokens.*page_tokens says 64",
     ),
+    "pool too large": (
+        dict.fromkeys("kv", torch.empty(1 << 31, KV_HEADS, DIM, dtype=torch.bfloat16, device="meta")),
+        "pool of 2147483648 slots.*at most 2147483647",
+    ),
     "NHD pages": (
         {"params": DecodeParams(0.1, page_tokens=64), "k": bf16(100, KV_HEADS, DIM), "v": bf16(100, KV_HEADS, DIM)},
         "pool of 100 slots",

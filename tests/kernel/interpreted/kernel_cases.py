@@ -106,6 +106,10 @@ def covering_cases() -> list[Case]:
     return out
 
 
+FULL_PARTS = 31
+"""The product is walked in so many parts. A prime that divides no dimension, so each part has its share of every feature."""
+
+
 def full_cases() -> Iterator[Case]:
     """The product of all features, over a few groups; lengths and splits walk through their ranges."""
     rng = random.Random(SEED + 1)

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +238,9 @@ def test_a_large_logit_and_a_very_negative_one_stay_finite(recorder: Any) -> Non
 
 @pytest.mark.full
 @pytest.mark.timeout(0)
-def test_the_whole_product_is_right(recorder: Any) -> None:
-    for i, case in enumerate(cases.full_cases()):
+@pytest.mark.parametrize("part", range(cases.FULL_PARTS), ids=lambda part: f"product{part:02d}")
+def test_the_whole_product_is_right(recorder: Any, part: int) -> None:
+    for i, case in islice(enumerate(cases.full_cases()), part, None, cases.FULL_PARTS):
         recorder.events.clear()
         try:
             check(case, recorder, seed=i)
