@@ -89,7 +89,9 @@ class Tile:
         head dim 128 in 16 bits may have. Told a number it finds a schedule without a spill. Source: the full matrix of
         tests/kernel/test_kernel_aot.py.
         """
-        if self.head_dim == 64 or KV_BYTES[self.kv] != 2:
+        if KV_BYTES[self.kv] != 2:
+            return 128 if self.head_dim == 64 and sm < 90 else None
+        if self.head_dim == 64:
             return None
         if self.head_dim == 256:
             return 168

@@ -311,7 +311,9 @@ class NvmeStore:
         Not the blocks in which the file system notes where a segment lies; the capacity has ``extent_map_bytes`` for them.
         """
         segments = len(self._files.table.snapshot()) * self.layout.segment_bytes
-        return segments + self._index.bytes_on_disk + align_up(self.layout.heat_bytes) + self._presence.small_files_bytes()
+        return (
+            segments + self._index.bytes_on_disk + align_up(self.layout.heat_bytes) + self._presence.small_files_bytes()
+        )
 
     def stats(self) -> StoreStats:
         with self.call():
