@@ -89,11 +89,12 @@ class Tile:
         head dim 128 in 16 bits may have. Told a number it finds a schedule without a spill. Source: the full matrix of
         tests/kernel/test_kernel_aot.py.
         """
-        if KV_BYTES[self.kv] != 2:
-            return 128 if self.head_dim == 64 and sm < 90 else None
+        in_16_bits = KV_BYTES[self.kv] == 2
         if self.head_dim == 64:
-            return None
+            return 128 if in_16_bits or sm < 90 else None
         if self.head_dim == 256:
+            return 168 if in_16_bits else None
+        if not in_16_bits:
             return 168
         if windowed and form != "none":
             return 120 if form == "line" else 128
