@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from sglang_hicache_ext.kernels.l2_prefetch import kernel
 from sglang_hicache_ext.kernels.l2_prefetch.attention import COMBINE_STEP, FORM_CODES
+from sglang_hicache_ext.kernels.l2_prefetch.registers import first_fit
 from sglang_hicache_ext.kernels.l2_prefetch.tuning import KV_BYTES, Table, Tile, load_table
 
 TRITON_DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8e4nv", "fp8e5": "fp8e5"}
@@ -115,7 +116,7 @@ def _compile(
 
 
 def compile_attend(variant: Variant, sm: int) -> Report:
-    """Compile ``attend`` for an SM version (80, 90, 100)."""
+    """Compile ``attend`` for an SM version (80, 90, 100), with the register limit that a launch would find."""
     q = TRITON_DTYPES[variant.query]
     kv = TRITON_DTYPES[variant.kv or variant.tile.kv]
     ints = ("indptr", "seq_lens", "split_indptr", "item_request", "distance_at")
@@ -123,8 +124,14 @@ def compile_attend(variant: Variant, sm: int) -> Report:
     pointers = {"q": f"*{q}", "out": f"*{q}", "k": f"*{kv}", "v": f"*{kv}", "entries": "*i64"}
     pointers |= dict.fromkeys(ints, "*i32") | dict.fromkeys(floats, "*fp32")
     tile = variant.tile
-    limit = tile.register_limit(sm, variant.form, windowed=variant.window > 0)
-    return _report(_compile(kernel.attend, variant.constants(), pointers, sm, tile.warps, tile.stages, limit))
+
+    def build(limit: int | None) -> tuple[Report, int, int]:
+        compiled = _compile(kernel.attend, variant.constants(), pointers, sm, tile.warps, tile.stages, limit)
+        report = _report(compiled)
+        return report, report.registers, report.spill_bytes
+
+    report: Report = first_fit(tile, build)[1]
+    return report
 
 
 def compile_combine(head_dim: int, sm: int, pdl: bool = False) -> Report:

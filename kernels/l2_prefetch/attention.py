@@ -21,6 +21,7 @@ from sglang_hicache_ext.kernels.l2_prefetch.check import (
     pool_slots,
 )
 from sglang_hicache_ext.kernels.l2_prefetch.planner import Plan, Prefetch, Shape, make_plan
+from sglang_hicache_ext.kernels.l2_prefetch.registers import ChosenLimits
 from sglang_hicache_ext.kernels.l2_prefetch.schedule import Schedule, schedule_from_plan, single_split
 from sglang_hicache_ext.kernels.l2_prefetch.tuning import Gpu, Tile, load_table
 
@@ -31,6 +32,7 @@ COMBINE_STEP = 16
 LOG2E = 1.4426950408889634
 UNKNOWN_GPU = Gpu("unknown", 0, 1, 0, 102400)
 
+_limits = ChosenLimits()
 _failed: set[tuple[Any, ...]] = set()
 _failed_lock = threading.Lock()
 
@@ -189,11 +191,18 @@ class _Call:
 
     def _attend(self, tile: Tile, prefetch: Prefetch, schedule: Schedule, workspace: Workspace) -> None:
         args = attend_args(self, schedule, workspace)
+        constants = attend_constants(self, tile, prefetch.form, prefetch.pdl)
         options = launch_options(self.q, tile.warps, tile.stages, prefetch.pdl)
-        options |= register_option(self.q, tile, prefetch.form, self.params)
-        kernel.attend[(self.k.shape[1], schedule.items)](
-            *args, **attend_constants(self, tile, prefetch.form, prefetch.pdl), **options
-        )
+        grid = (self.k.shape[1], schedule.items)
+
+        def launch(limit: dict[str, int]) -> Any:
+            return kernel.attend[grid](*args, **constants, **options, **limit)
+
+        if self.q.is_cuda:
+            key = (self.q.device, self.q.dtype, self.k.dtype, tile.warps, *constants.values())
+            _limits.launch(key, tile, launch)
+        else:
+            launch({})
 
     def _combine(self, prefetch: Prefetch, schedule: Schedule, workspace: Workspace) -> None:
         batch, heads, dim = self.q.shape
@@ -227,15 +236,6 @@ def launch_options(q: torch.Tensor, warps: int, stages: int, pdl: bool) -> dict[
     if q.is_cuda and pdl:
         options["launch_pdl"] = True
     return options
-
-
-def register_option(q: torch.Tensor, tile: Tile, form: str, params: DecodeParams) -> dict[str, int]:
-    """The register limit of the GPU that ``q`` is on, as a launch option; nothing when there is none."""
-    if not q.is_cuda:
-        return {}
-    major, minor = torch.cuda.get_device_capability(q.device)
-    limit = tile.register_limit(10 * major + minor, form, windowed=params.window > 0)
-    return {} if limit is None else {"maxnreg": limit}
 
 
 def attend_args(call: _Call, schedule: Schedule, workspace: Workspace) -> tuple[Any, ...]:

@@ -82,24 +82,6 @@ class Tile:
     gain_percent: float = 0.0
     measured: str = ""
 
-    def register_limit(self, sm: int, form: str, *, windowed: bool) -> int | None:
-        """What the compiler is told to stay within; None leaves it alone.
-
-        Left alone it aims at a number of resident CTAs and then spills a word or two, or takes more than the 128 registers that
-        head dim 128 in 16 bits may have. Told a number it finds a schedule without a spill. Source: the full matrix of
-        tests/kernel/test_kernel_aot.py.
-        """
-        in_16_bits = KV_BYTES[self.kv] == 2
-        if self.head_dim == 64:
-            return 128 if in_16_bits or sm < 90 else None
-        if self.head_dim == 256:
-            return 168 if in_16_bits else None
-        if not in_16_bits:
-            return 168
-        if windowed and form != "none":
-            return 120 if form == "line" else 128
-        return 128 if sm < 90 else None
-
     @property
     def tile_bytes(self) -> int:
         """K and V bytes of one tile."""
