@@ -74,17 +74,19 @@ $(STAMPS)/system: requirements/system.sh
 $(STAMPS)/venv: $(STAMPS)/system
 	@echo "setup 1/4: environment in $(VENV)"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install pip==26.3  # an old one takes half a minute longer for what follows
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	@touch $@
 
 $(STAMPS)/torch: requirements/torch.txt requirements/sglang-cpu.txt $(STAMPS)/venv
 	@echo "setup 2/4: torch"
-	$(PIP) install $(TORCH_ARGS) -r requirements/torch.txt -c requirements/sglang-cpu.txt
+	$(PIP) install --no-compile $(TORCH_ARGS) -r requirements/torch.txt -c requirements/sglang-cpu.txt
 	@touch $@
 
 $(STAMPS)/packages: requirements/sglang-cpu.txt requirements/dev.txt requirements/kvikio.txt requirements/remote.txt requirements/pd.txt $(STAMPS)/torch
 	@echo "setup 3/4: SGLang and the tools of the tests"
-	$(PIP) install --no-deps $(foreach f,sglang-cpu dev kvikio remote pd,-r requirements/$(f).txt)
+	$(PIP) install --no-compile --no-deps $(foreach f,sglang-cpu dev kvikio remote pd,-r requirements/$(f).txt)
+	@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # on all cores; pip would take one, for a minute longer
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml $(STAMPS)/packages

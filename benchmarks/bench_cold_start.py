@@ -22,7 +22,7 @@ from pathlib import Path
 from cold_start_bench.local import LocalExperiment
 from cold_start_bench.points import Point, make_points
 from cold_start_bench.remote import connect, measure_server
-from cold_start_bench.servers import ARMS, POOLED, ServerArm, kv_token_bytes, random_model
+from cold_start_bench.servers import ARMS, POOLED, ServerArm, engine_dtype, kv_token_bytes, random_model
 from cold_start_bench.verdict import conclude, note_verdicts, our_arm, plot
 from harness import BadInput, Run, choices, entry, parser, positive, require_device, writable_directory
 
@@ -83,7 +83,8 @@ def _model(args: Namespace, path: str) -> tuple[str, str]:
 def _local(args: Namespace, run: Run, points: Sequence[Point], path: str) -> None:
     names = choices(args.arms, ARMS, "--arms")
     model, kind = _model(args, path)
-    token_bytes = args.kv_bytes or kv_token_bytes(model)
+    dtype = engine_dtype(args.device)
+    token_bytes = args.kv_bytes or kv_token_bytes(model, dtype)
     longest = max(p.tokens for p in points) + 256
     most = max(max(p.tokens * p.callers for p in points) + 2048, 2 * longest)
     names = [n for n in names if _can_run(n, run)]
@@ -94,7 +95,7 @@ def _local(args: Namespace, run: Run, points: Sequence[Point], path: str) -> Non
             for n in names
         ]
         experiment = LocalExperiment(run, arms, points, args.rounds, args.new_tokens, token_bytes, args.seed)
-        run.extra["kv_bytes_per_token"] = token_bytes
+        run.extra |= {"kv_bytes_per_token": token_bytes, "dtype": dtype}
         experiment.execute()
     conclude(run, points, our_arm(run), token_bytes)
 

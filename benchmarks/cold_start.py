@@ -1,8 +1,8 @@
 """Cold start, shown: a real SGLang engine on one storage directory, started afresh for every run.
 
-    recompute   no storage: every prompt is computed
-    write       our store, empty: computed again, and written behind
+    write       our store, empty: every prompt is computed, and written behind
     read        a new process, GPU and host caches empty: every prefix comes from storage
+    recompute   no storage: every prompt is computed
     corrupt     bytes flipped on disk before the start: every hit turns into a counted miss
 
 It fails unless the tokens of all runs are identical, every prefix of `read` came from storage and every page that
@@ -30,7 +30,7 @@ import engine_kit  # noqa: E402
 import models  # noqa: E402
 
 PAGE_TOKENS = engine_kit.PAGE_TOKENS
-RUNS = ("recompute", "write", "read", "corrupt")
+RUNS = ("write", "read", "recompute", "corrupt")
 
 
 class ColdStartError(Exception):
@@ -85,7 +85,7 @@ def flip_bytes(store: Path) -> int:
 def check(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     """Everything that must hold. Raises ColdStartError with the first that does not."""
     reference = [a["out"] for a in results["recompute"]["answers"]]
-    for run in RUNS[1:]:
+    for run in RUNS:
         if [a["out"] for a in results[run]["answers"]] != reference:
             raise ColdStartError(f"tokens of run {run!r} differ from recompute")
     whole = ((options.tokens - 1) // PAGE_TOKENS) * PAGE_TOKENS

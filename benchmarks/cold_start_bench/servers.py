@@ -218,13 +218,22 @@ def require_device_reads(server: RunningServer, before: int, tokens: int, token_
     return read
 
 
-def kv_token_bytes(model: str) -> int:
-    """KV bytes per token of an MHA model, from its config; 0 when it cannot be told."""
+def engine_dtype(device: str) -> str:
+    """What a server of this benchmark computes in, and with it its KV pool."""
+    return str(engine_kit().engine_arguments("", device=device)["dtype"])
+
+
+def kv_token_bytes(model: str, dtype: str = "") -> int:
+    """KV bytes per token of an MHA or MLA model, from its config; 0 when it cannot be told.
+
+    Args:
+        dtype: what the server computes in, where that is not the config's.
+    """
     try:
         config = json.loads((Path(model) / "config.json").read_text())
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        size = 4 if config.get("torch_dtype", config.get("dtype")) == "float32" else 2
+        size = 4 if (dtype or config.get("torch_dtype", config.get("dtype"))) == "float32" else 2
         if "kv_lora_rank" in config:
             return int(config["num_hidden_layers"] * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * size)
         return int(2 * config["num_hidden_layers"] * heads * dim * size)

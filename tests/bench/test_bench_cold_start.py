@@ -298,6 +298,7 @@ def test_kv_bytes_per_token_come_from_the_config(tmp_path: Path) -> None:
     config = {"num_hidden_layers": 12, "num_key_value_heads": 4, "head_dim": 64, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert kv_token_bytes(str(tmp_path)) == 2 * 12 * 4 * 64 * 2
+    assert kv_token_bytes(str(tmp_path), "float32") == 2 * 12 * 4 * 64 * 4
     assert kv_token_bytes(str(tmp_path / "none")) == 0
 
 

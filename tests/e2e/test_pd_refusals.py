@@ -19,6 +19,7 @@ def refusal(answer: Any) -> str:
 
 
 def test_sides_that_do_not_fit_are_refused_with_both_values(models_dir: Any, tmp_path: Path) -> None:
+    import engine_kit
     import pd_kit
 
     tiny, big = models_dir("tiny"), models_dir("big")
@@ -38,7 +39,7 @@ def test_sides_that_do_not_fit_are_refused_with_both_values(models_dir: Any, tmp
 
         for arguments, values in (
             ({"model_path": big}, ("layers: here 12, peer 4",)),
-            ({"dtype": "float16"}, ("kv_dtype: here 'torch.float16', peer 'torch.bfloat16'",)),
+            ({"dtype": "float16"}, (f"kv_dtype: here 'torch.float16', peer 'torch.{engine_kit.cpu_dtype()}'",)),
             ({"page_size": 32}, ("page_size=16", "page_size=32")),
         ):
             pair.stop("decode")
