@@ -21,6 +21,7 @@ from cold_start_bench.servers import (
     POOLED,
     RunningServer,
     ServerArm,
+    engine_dtype,
     engine_kit,
     kv_token_bytes,
     require_device_reads,
@@ -292,6 +293,21 @@ def test_no_two_prompts_share_a_page() -> None:
     assert len({tuple(p[:PAGE_TOKENS]) for p in prompts}) == len(prompts)
     assert prompts == [p for pt in points for r in range(pt.repeats) for salt in range(2) for p in pt.prompts(salt, r)]
     assert len(Point(1024, 1).prompts(1, 0)[0]) == 1024 + TAIL_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512_bf16", "bfloat16"),
+        ("flags\t\t: fpu avx avx2 fma", "float32"),
+        ("Features\t: fp asimd bf16 i8mm", "bfloat16"),
+        ("Features\t: fp asimd", "float32"),
+    ],
+)
+def test_engines_compute_in_what_the_cpu_has_instructions_for(tmp_path: Path, line: str, dtype: str) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert engine_kit().cpu_dtype(tmp_path / "cpuinfo") == dtype
+    assert engine_dtype("cuda") == "bfloat16"
 
 
 def test_kv_bytes_per_token_come_from_the_config(tmp_path: Path) -> None:
