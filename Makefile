@@ -27,16 +27,16 @@ setup: $(STAMPS)/package
 cold-start: setup
 	$(PY) benchmarks/cold_start.py $(COLD_START_ARGS)
 
+# the longest first; two at a time, because much of it is processes that start
+SMOKE := bench_cold_start bench_storage bench_pipeline bench_tools bench_linker bench_remote bench_pd compare_policies cluster_model
+SMOKE_bench_linker := --parts overlap,layout
+SMOKE_bench_tools := --rounds 2
+
 bench-smoke: setup
-	$(PY) benchmarks/bench_storage.py --smoke
-	$(PY) benchmarks/bench_pipeline.py --smoke
-	$(PY) benchmarks/bench_linker.py --smoke --parts overlap,layout
-	$(PY) benchmarks/bench_remote.py --smoke
-	$(PY) benchmarks/bench_cold_start.py --smoke
-	$(PY) benchmarks/compare_policies.py --smoke
-	$(PY) benchmarks/cluster_model.py --smoke
-	$(PY) benchmarks/bench_tools.py --smoke --rounds 2
-	$(PY) benchmarks/bench_pd.py --smoke
+	$(MAKE) --no-print-directory --output-sync=target -j 2 $(SMOKE:%=smoke-%)
+
+smoke-%:
+	$(PY) benchmarks/$*.py --smoke $(SMOKE_$*)
 
 test: test-unit test-e2e
 
