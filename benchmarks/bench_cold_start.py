@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +37,15 @@ def _options(argv: Sequence[str] | None) -> Namespace:
     p.add_argument("--arms", default=DEFAULT_ARMS, help=f"out of {', '.join(ARMS)}")
     p.add_argument("--lengths", default="1024,2048,4096,8128", help="prefix lengths in tokens, multiples of 64")
     p.add_argument("--callers", default="1,4,8,16", help="callers at once, each with its own prompt")
-    p.add_argument("--busy-tokens", type=positive, default=1024, help="prefix length with several callers")
-    p.add_argument("--repeats", type=positive, default=2, help="prompts per length with one caller and round")
+    p.add_argument(
+        "--busy-tokens",
+        type=positive,
+        default=SUPPRESS,
+        help="prefix length with several callers (default: 1024; *512)",
+    )
+    p.add_argument(
+        "--repeats", type=positive, default=SUPPRESS, help="prompts per length, one caller and round (default: 2; *1)"
+    )
     p.add_argument("--new-tokens", type=positive, default=4, help="tokens generated; their identity is checked")
     p.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where SGLang runs")
     p.add_argument("--model", default="", help="model directory; a random 12-layer model when empty")
@@ -46,7 +53,11 @@ def _options(argv: Sequence[str] | None) -> Namespace:
     p.add_argument("--key", default="", help="API or admin key of that server")
     p.add_argument("--settle-s", type=float, default=3.0, help="with --url: seconds for the write-behind to finish")
     p.add_argument("--kv-bytes", type=int, default=0, help="KV bytes per token; 0 takes it from the model's config")
+    p.epilog = "* On a CPU without bfloat16 instructions, which computes prompts too slowly for more in half an hour."
     args = p.parse_args(argv)
+    is_slow = not args.url and engine_dtype(args.device) == "float32"
+    usual = {"busy_tokens": 512, "repeats": 1} if is_slow else {"busy_tokens": 1024, "repeats": 2}
+    args = Namespace(**(usual | vars(args)))
     if args.smoke:
         args.rounds, args.repeats, args.lengths, args.callers, args.busy_tokens = 1, 1, "512,1024", "1,2", 512
         args.arms = "recompute,nvme-auto" if args.arms == DEFAULT_ARMS else args.arms
