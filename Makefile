@@ -86,7 +86,7 @@ $(STAMPS)/torch: requirements/torch.txt requirements/sglang-cpu.txt $(STAMPS)/ve
 $(STAMPS)/packages: requirements/sglang-cpu.txt requirements/dev.txt requirements/kvikio.txt requirements/remote.txt requirements/pd.txt $(STAMPS)/torch
 	@echo "setup 3/4: SGLang and the tools of the tests"
 	$(PIP) install --no-compile --no-deps $(foreach f,sglang-cpu dev kvikio remote pd,-r requirements/$(f).txt)
-	@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # on all cores; pip would take one, for a minute longer
+	@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # on all cores, where pip takes one; templates are no Python
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml $(STAMPS)/packages

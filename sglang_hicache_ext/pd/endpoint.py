@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,7 @@ IDLE_WAIT_S = 0.25
 ERROR_PAUSE_S = 0.1
 
 
-class Endpoint:
+class Endpoint(ABC):
     """Base of both ends. ``is_threaded=False`` is for simulations, which call ``step`` themselves.
 
     Args:
@@ -170,27 +171,27 @@ class Endpoint:
 
     # ---------------------------------------------------------------------------------------------- for the two ends
 
+    @abstractmethod
     def _prepare(self) -> None:
         """Make what the thread needs, before it starts."""
-        raise NotImplementedError
 
-    def _on_frame(self, event: Frame) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_frame(self, event: Frame) -> None: ...
 
-    def _on_lost(self, peer: str, reason: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_lost(self, peer: str, reason: str) -> None: ...
 
-    def _on_gone(self, peer: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_gone(self, peer: str) -> None: ...
 
-    def _on_alive(self, peer: str, address: str) -> None:
+    def _on_alive(self, peer: str, address: str) -> None:  # noqa: B027 (one end has nothing to do then)
         """The link broke but the process lives. On the proof's thread."""
 
-    def _advance(self, now: float) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _advance(self, now: float) -> bool: ...
 
-    def _give_up(self, reason: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _give_up(self, reason: str) -> None: ...
 
     def describe(self) -> dict[str, Any]:
         """Settings and counters, JSON-ready."""
