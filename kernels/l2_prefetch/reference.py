@@ -1,4 +1,4 @@
-"""Decode attention in float64, one head and one token at a time where it helps to see it. Slow on purpose."""
+"""Decode attention in float64, one query head at a time: short enough to be checked by reading."""
 
 from __future__ import annotations
 
@@ -46,11 +46,13 @@ def reference(
         slots = token_slots(index, b, params.page_tokens)
         if params.window:
             slots = slots[-params.window :]
-        keys = [pool_row(k, s, params) * params.k_scale for s in slots]
-        values = [pool_row(v, s, params) * params.v_scale for s in slots]
+        if slots:
+            keys, values = (torch.stack([pool_row(pool, s, params) for s in slots], dim=1) for pool in (k, v))
+        else:
+            keys = values = torch.zeros(kv_heads, 0, dim, dtype=torch.float64)
         for h in range(heads):
-            logits = [float(q[b, h].double() @ key[h // group]) * params.sm_scale for key in keys]
-            scores = torch.tensor(logits, dtype=torch.float64)
+            kv_head = h // group
+            scores = keys[kv_head] @ q[b, h].double() * (params.k_scale * params.sm_scale)
             if params.soft_cap:
                 scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
             if sinks is not None:
@@ -58,7 +60,6 @@ def reference(
             if not len(scores):
                 continue
             lse[b, h] = torch.logsumexp(scores, 0)
-            weights = torch.exp(scores - lse[b, h])
-            for weight, value in zip(weights, values, strict=False):
-                out[b, h] += weight * value[h // group]
+            weights = torch.exp(scores - lse[b, h])[: len(slots)]
+            out[b, h] = weights @ values[kv_head] * params.v_scale
     return out, lse

@@ -6,8 +6,10 @@ rounds to nearest even as the hardware does, where the interpreter truncates.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,10 @@ import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import quick_interpreter
 
 
 @dataclass
@@ -47,6 +53,13 @@ class Recorder:
             assert "prefetch.global.L2 " in asm
             self.events.append(("line", address[active].copy(), np.full(int(active.sum()), 128)))
         return np.zeros(address.shape, np.int32)
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        quick_interpreter.install(patch)
+        yield patch
 
 
 @pytest.fixture(autouse=True)
@@ -88,23 +101,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
         return plain_dot(self, widen(a), widen(b), d, precision, imprecise)
 
-    patched: set[tuple[int, ...]] = set()
-    launch = interpreter.GridExecutor.__call__
-
-    def run_grid(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    def call_device_function(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """The interpreter scans all of triton.language at every call; once per launch is enough, and 3 times as fast."""
-        modules = tuple(sorted(id(m) for m in self.fn.__globals__.values() if m is tl or m is tl.core))
-        if modules not in patched:
-            interpreter._patch_lang(self.fn)
-            patched.add(modules)
-        return self.rewrite()(*args, **kwargs)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_grid)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call_device_function)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_inline_asm", create_inline_asm)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast_impl)

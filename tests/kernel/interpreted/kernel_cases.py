@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
@@ -111,9 +111,13 @@ FULL_PARTS = 31
 
 
 def full_cases() -> Iterator[Case]:
-    """The product of all features, over a few groups; lengths and splits walk through their ranges."""
+    """The product of all features, over a few groups; lengths and splits walk through their ranges.
+
+    Few splits come oftener than many: 200 tokens are at most 7 tiles, and the CTA of an empty split leaves at once.
+    """
     rng = random.Random(SEED + 1)
-    lengths, splits = _endless(range(201), rng), _endless(range(1, 65), rng)
+    lengths = _endless(range(201), rng)
+    splits = _endless([n for n in range(1, 65) for _ in range(64 // n)], rng)
     names = [n for n in DIMENSIONS if n != "strided"]
     values = [DIMENSIONS[n] if n != "group" else (1, 4, 7, 16) for n in names]
     for pick in product(*values):
@@ -121,9 +125,20 @@ def full_cases() -> Iterator[Case]:
         yield Case(**dict(zip(names, pick, strict=True)), **extra, lengths=(next(lengths),), splits=(next(splits),))
 
 
-def _endless(values: range, rng: random.Random) -> Iterator[int]:
+def every_length_cases(group: int) -> Iterator[Case]:
+    """All lengths 0..200 in one call for each split count 1..8 and one in 16 of 9..64; the features are drawn.
+
+    Over all groups: every length with every split count and with every group, the three together up to 8 splits.
+    """
+    rng = random.Random(SEED + 1 + group)
+    for count in (n for n in range(1, 65) if n <= 8 or n % 16 == group % 16):
+        pick = {n: rng.choice(values) for n, values in DIMENSIONS.items()} | {"group": group}
+        yield Case(**pick, lengths=tuple(rng.sample(range(201), 201)), splits=(count,) * 201)
+
+
+def _endless(values: Sequence[int], rng: random.Random) -> Iterator[int]:
     while True:
-        yield from rng.sample(list(values), len(values))
+        yield from rng.sample(values, len(values))
 
 
 @dataclass

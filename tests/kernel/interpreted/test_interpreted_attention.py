@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+import kernel_cases as cases
 import pytest
 import torch
 
@@ -20,12 +18,6 @@ from sglang_hicache_ext.kernels.l2_prefetch.planner import Plan, Prefetch
 from sglang_hicache_ext.kernels.l2_prefetch.reference import reference, token_slots
 from sglang_hicache_ext.kernels.l2_prefetch.schedule import schedule_from_counts
 from sglang_hicache_ext.kernels.l2_prefetch.tuning import load_table
-
-_spec = importlib.util.spec_from_file_location("kernel_cases", Path(__file__).with_name("kernel_cases.py"))
-assert _spec is not None and _spec.loader is not None
-cases = importlib.util.module_from_spec(_spec)
-sys.modules["kernel_cases"] = cases
-_spec.loader.exec_module(cases)
 
 COVER = cases.covering_cases()
 PLAIN = cases.Case(4, ("NHD", 1, "tokens"), 64, torch.float16, None, 0, 0.0, False, ("none", 0), False, False)
@@ -117,6 +109,22 @@ def check_prefetch(case: Any, t: Any, recorder: Any) -> None:
 @pytest.mark.parametrize("case", COVER, ids=[f"half{i % 2}-{i:03d}" for i in range(len(COVER))])
 def test_output_lse_and_prefetched_rows_are_right(case: Any, recorder: Any) -> None:
     check(case, recorder, seed=case.group * 31 + sum(case.lengths))
+
+
+@pytest.mark.parametrize("case", COVER[::29], ids=lambda case: f"half{case.group % 2}-{case.group}-{case.head_dim}")
+def test_the_quick_interpreter_computes_the_bits_of_the_plain_one(
+    case: Any, recorder: Any, quick: pytest.MonkeyPatch
+) -> None:
+    def bits() -> tuple[Any, ...]:
+        recorder.events.clear()
+        t = cases.make_tensors(case)
+        run(case, t)
+        return t.out.view(torch.int16), t.lse.view(torch.int32), len(recorder.rows(128))
+
+    first = bits()
+    quick.undo()
+    plain = bits()
+    assert torch.equal(first[0], plain[0]) and torch.equal(first[1], plain[1]) and first[2] == plain[2]
 
 
 def test_the_sample_covers_every_length_split_count_and_pair() -> None:
@@ -236,13 +244,24 @@ def test_a_large_logit_and_a_very_negative_one_stay_finite(recorder: Any) -> Non
     assert error(t.out, want) < case.tolerance
 
 
-@pytest.mark.full
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("part", range(cases.FULL_PARTS), ids=lambda part: f"product{part:02d}")
-def test_the_whole_product_is_right(recorder: Any, part: int) -> None:
-    for i, case in islice(enumerate(cases.full_cases()), part, None, cases.FULL_PARTS):
+def check_all(recorder: Any, numbered: Iterable[tuple[int, Any]]) -> None:
+    for seed, case in numbered:
         recorder.events.clear()
         try:
-            check(case, recorder, seed=i)
+            check(case, recorder, seed)
         except AssertionError as failed:
-            raise AssertionError(f"case {i}: {case}") from failed
+            raise AssertionError(f"case {seed}: {case}") from failed
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("part", range(cases.FULL_PARTS), ids=lambda part: f"features{part:02d}")
+def test_the_whole_product_of_features_is_right(recorder: Any, part: int) -> None:
+    check_all(recorder, islice(enumerate(cases.full_cases()), part, None, cases.FULL_PARTS))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("group", cases.DIMENSIONS["group"], ids=lambda group: f"lengths{group:02d}")
+def test_every_length_with_every_split_count_is_right(recorder: Any, group: int) -> None:
+    check_all(recorder, enumerate(cases.every_length_cases(group)))
