@@ -31,7 +31,7 @@ def reference(
     params: DecodeParams,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``decode_attention`` should return.
+    """What ``decode_attention`` should return, from tensors on the host.
 
     Returns:
         output [batch, query heads, head_dim] and natural-log LSE [batch, query heads], both float64.
